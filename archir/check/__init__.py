@@ -1,0 +1,1 @@
+"""Differential checks of a spec and its backends against NumPy."""

@@ -1,0 +1,375 @@
+"""The words a spec is written in. `import archir as ar` gives all of them.
+
+Functions here take traced values, record ops and return traced values. Those that make weights take
+a `name`: the weight's path below the block's scope.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from archir import source, types
+from archir.diagnostics import SpecError
+from archir.dims import Poly
+from archir.ir import Init, Ref
+from archir.trace import Traced, current, emit, init_of, trace_block, trace_scalars
+from archir.types import Tensor
+
+# --------------------------------------------------------------------------------- config and block
+
+
+def config(cls: type) -> type:
+    """Declares a config: a frozen dataclass of sizes (int, float, bool, str and tuples of them)."""
+    made = dataclasses.dataclass(frozen=True)(cls)
+    for f in dataclasses.fields(made):
+        if f.default is not dataclasses.MISSING and not _is_size(f.default):
+            raise SpecError(
+                f"{cls.__name__}.{f.name} = {f.default!r} is not a size",
+                code="config-field",
+                next="a config holds numbers, strings and tuples of them; write the rest as code",
+            )
+    made.__archir_config__ = True  # type: ignore[attr-defined]
+    return made
+
+
+def _is_size(x: Any) -> bool:
+    if isinstance(x, tuple):
+        return all(_is_size(i) for i in x)
+    return x is None or isinstance(x, int | float | str)
+
+
+def is_config(x: Any) -> bool:
+    """Whether x is an instance of a class made by `config`."""
+    return getattr(type(x), "__archir_config__", False)
+
+
+class Block:
+    """A function traced at each call. With `name=` the call is a scope; without, it is inlined."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.__name__ = fn.__name__
+        self.__doc__ = fn.__doc__
+
+    def __call__(self, *args: Any, name: str | None = None, **kwargs: Any) -> Any:
+        if name is None:
+            return self.fn(*args, **kwargs)
+        return trace_block(self.fn, name, args, kwargs, config_sizes((*args, *kwargs.values())))
+
+
+def block(fn: Callable[..., Any]) -> Block:
+    """Declares a block; inputs may be annotated by types in strings, `x: "f[B, T, width]"`."""
+    return Block(fn)
+
+
+def config_sizes(args: tuple[Any, ...]) -> dict[str, int | Poly]:
+    """The integer fields of every config among the arguments, by name."""
+    found: dict[str, int | Poly] = {}
+    for arg in args:
+        if is_config(arg):
+            found |= {k: v for k, v in vars(arg).items() if isinstance(v, int)}
+    return found
+
+
+# ------------------------------------------------------------------------------------------ weights
+
+
+def normal(std: float = 0.02) -> Init:
+    """Drawn from N(0, std²)."""
+    return Init("normal", (float(std),))
+
+
+def uniform(low: float, high: float) -> Init:
+    """Drawn uniformly from [low, high)."""
+    return Init("uniform", (float(low), float(high)))
+
+
+def log_uniform(low: float, high: float) -> Init:
+    """The logarithm of a uniform draw from [low, high): `A_log` of decay gates."""
+    return Init("log_uniform", (float(low), float(high)))
+
+
+def constant(value: float) -> Init:
+    """Every element the same."""
+    return Init("constant", (float(value),))
+
+
+def zeros() -> Init:
+    """Zeros."""
+    return Init("zeros")
+
+
+def ones() -> Init:
+    """Ones."""
+    return Init("ones")
+
+
+def weight(
+    name: str,
+    shape: list[Any] | tuple[Any, ...],
+    *,
+    init: Init | None = None,
+    dtype: str | None = None,
+    decay: bool | None = None,
+) -> Traced:
+    """A trained tensor of this scope.
+
+    dtype="float32" means at least float32 (D10).  decay: whether weight decay applies (by default
+    where it has two axes or more).  init: N(0, 0.02²) by default.
+    """
+    return _field("weight", name, shape, init or normal(0.02), dtype, decay)
+
+
+def buffer(
+    name: str,
+    shape: list[Any] | tuple[Any, ...],
+    *,
+    init: Init | None = None,
+    dtype: str | None = None,
+) -> Traced:
+    """A tensor of this scope that is saved but not trained."""
+    return _field("buffer", name, shape, init or zeros(), dtype, None)
+
+
+def _field(
+    kind: str, name: str, shape: Any, init: Init, dtype: str | None, decay: bool | None
+) -> Traced:
+    _named(name, kind)
+    if dtype not in (None, "float32"):
+        raise SpecError(
+            f"{kind} {name!r} has dtype={dtype!r}; only 'float32' may be pinned",
+            code="weight-dtype",
+            loc=source.caller()[0],
+            next="leave dtype out: the model's dtype is chosen when it is compiled",
+        )
+    sizes = tuple(int(s) for s in shape)
+    attrs: dict[str, Any] = {"init": init_of(init)}
+    if kind == "weight":
+        attrs["decay"] = len(sizes) > 1 if decay is None else decay
+    return current().field(kind, name, Tensor("F" if dtype else "f", sizes), attrs)
+
+
+def _named(name: Any, what: str) -> None:
+    if not isinstance(name, str) or not name:
+        raise SpecError(
+            f"{what} has no name, so its weights could not be saved",
+            code="weight-unnamed",
+            loc=source.caller()[0],
+            next=f'write {what}(…, name="…"): the path of its weights below this scope',
+        )
+
+
+# ---------------------------------------------------------------------------------------- layers
+
+
+def linear(
+    x: Traced,
+    size: int | Traced,
+    bias: bool | Traced | None = None,
+    *,
+    name: str | None = None,
+    init: Init | None = None,
+    bias_init: Init | None = None,
+) -> Traced:
+    """x wᵀ + b on the last axis; weight [size, in] and bias [size] at `name.weight`, `name.bias`.
+
+    `size` may be a weight value, and `bias` a bias value: then no name is needed.
+    """
+    if isinstance(size, Traced):
+        return emit("linear", x, size, *((bias,) if isinstance(bias, Traced) else ()))
+    _named(name, "linear")
+    w = weight(f"{name}.weight", [size, x.shape[-1]], init=init)
+    rest = (
+        (weight(f"{name}.bias", [size], init=bias_init or zeros()),) if bias in (None, True) else ()
+    )
+    return emit("linear", x, w, *rest, hint=_last(name))
+
+
+def _last(name: str | None) -> str:
+    return (name or "x").rsplit(".", 1)[-1]
+
+
+def embedding(
+    tokens: Traced,
+    table: int | Traced,
+    size: int | None = None,
+    *,
+    name: str | None = None,
+    init: Init | None = None,
+) -> Traced:
+    """Rows of a table: a weight value, or `embedding(tokens, rows, size, name=…)`."""
+    if not isinstance(table, Traced):
+        _named(name, "embedding")
+        table = weight(f"{name}.weight", [table, size], init=init)
+    return emit("embedding", tokens, table, hint=_last(name))
+
+
+def layer_norm(
+    x: Traced, *, name: str | None = None, bias: bool = True, eps: float = 1e-5
+) -> Traced:
+    """Layer norm over the last axis with weight and bias at `name.weight`, `name.bias`."""
+    _named(name, "layer_norm")
+    given = [weight(f"{name}.weight", [x.shape[-1]], init=ones())]
+    if bias:
+        given.append(weight(f"{name}.bias", [x.shape[-1]], init=zeros()))
+    return emit("layer_norm", x, *given, eps=eps, hint=_last(name))
+
+
+def rms_norm(
+    x: Traced, *, name: str | None = None, eps: float = 1e-6, dtype: str | None = None
+) -> Traced:
+    """RMS norm over the last axis with weight at `name.weight`; `name=""` leaves the weight out."""
+    if name == "":
+        return emit("rms_norm", x, eps=eps)
+    _named(name, "rms_norm")
+    w = weight(f"{name}.weight", [x.shape[-1]], init=ones(), dtype=dtype)
+    return emit("rms_norm", x, w, eps=eps, hint=_last(name))
+
+
+def l2_norm(x: Traced, *, eps: float = 1e-6) -> Traced:
+    """x / √(Σ x² + ε) over the last axis."""
+    return emit("l2_norm", x, eps=eps)
+
+
+def heads(x: Traced, parts: int, heads: int) -> Any:
+    """[…, parts·H·D] → `parts` values [..., H, D] (one value where parts is 1)."""
+    return emit("heads", x, parts=parts, heads=heads)
+
+
+def merge(x: Traced) -> Traced:
+    """[…, H, D] → […, H·D]."""
+    return emit("merge", x)
+
+
+def positions(tokens: Traced, limit: int | None = None) -> Traced:
+    """Absolute positions, i64[B, T]; more than `limit` tokens in a row are refused."""
+    return emit("positions", tokens, **({"limit": limit} if limit is not None else {}))
+
+
+def rotary(x: Traced, positions: Traced, *, theta: float = 10000.0) -> Traced:
+    """Rotary position embedding of x: [B, T, H, D] (halves, as in Llama)."""
+    return emit("rotary", x, positions, theta=float(theta))
+
+
+def attention(
+    q: Traced,
+    k: Traced,
+    v: Traced,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    score: Callable[..., Any] | None = None,
+    mask: Callable[..., Any] | None = None,
+    name: str | None = None,
+) -> Traced:
+    """Softmax attention of q: [B, T, H, D] over k, v: [B, T, G, ·], H a multiple of G.
+
+    window: how many positions a query sees, itself included.  scale: D^−½ by default.
+    score(s, i, j, h) → s changes a score; mask(i, j) → bool keeps one; both are functions of
+    scalars (query position i, key position j, head h).  name: of the KV cache in the state.
+    """
+    program = current().program
+    attrs: dict[str, Any] = {"causal": causal}
+    if window is not None:
+        attrs["window"] = window
+    if scale is not None:
+        attrs["scale"] = float(scale)
+    place = {"i": Tensor("i64"), "j": Tensor("i64")}
+    if score is not None:
+        given = {"s": Tensor("F"), **place, "h": Tensor("i64")}
+        attrs["score"] = Ref(trace_scalars(_bare(score), "pointwise", given, program))
+    if mask is not None:
+        attrs["mask"] = Ref(trace_scalars(_bare(mask), "pointwise", place, program))
+    if name is not None:
+        attrs["name"] = name
+    return emit("attention", q, k, v, hint=name or "attention", **attrs)
+
+
+def logits(x: Traced, table: Traced | int, *, name: str | None = None) -> Traced:
+    """Scores over the vocabulary: x wᵀ with a tied weight value, or `logits(x, vocab, name=…)`."""
+    if not isinstance(table, Traced):
+        _named(name, "logits")
+        table = weight(f"{name}.weight", [table, x.shape[-1]])
+    return emit("logits", x, table, hint="logits")
+
+
+# ------------------------------------------------------------------------------------ elementwise
+
+
+class Pointwise:
+    """A function of scalars used on whole tensors; see `pointwise`."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.__name__ = fn.__name__
+        self.__doc__ = fn.__doc__
+
+    def __call__(self, *args: Any) -> Any:
+        if not any(isinstance(a, Traced) for a in args):
+            return self.fn(*args)
+        labels = inspect.signature(self.fn).parameters
+        given = {label: Tensor("F") for label in labels}
+        fn = Ref(trace_scalars(self.fn, "pointwise", given, current().program))
+        return emit("pointwise", *args, fn=fn, hint=self.__name__)
+
+
+def pointwise(fn: Callable[..., Any]) -> Pointwise:
+    """Turns a NumPy function of scalars into an op with meaning and emissions."""
+    return Pointwise(fn)
+
+
+def _bare(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return fn.fn if isinstance(fn, Pointwise) else fn
+
+
+def _unary(kind: str) -> Callable[[Any], Traced]:
+    def apply(x: Any) -> Traced:
+        return emit(kind, x)
+
+    apply.__name__ = kind
+    apply.__doc__ = f"Elementwise {kind}."
+    return apply
+
+
+exp, log, tanh, sqrt, rsqrt = (_unary(k) for k in ("exp", "log", "tanh", "sqrt", "rsqrt"))
+sigmoid, silu, relu, softplus = (_unary(k) for k in ("sigmoid", "silu", "relu", "softplus"))
+gelu_tanh = _unary("gelu_tanh")
+
+
+def where(condition: Traced, a: Any, b: Any) -> Traced:
+    """a where the condition holds, else b."""
+    return emit("where", condition, a, b)
+
+
+def split(x: Traced, sizes: list[int] | tuple[int, ...], axis: int = -1) -> Any:
+    """Pieces of the given sizes along an axis."""
+    return emit("split", x, sizes=tuple(sizes), axis=axis)
+
+
+def concat(xs: list[Traced] | tuple[Traced, ...], axis: int = -1) -> Traced:
+    """Values one after another along an axis."""
+    return emit("concat", *xs, axis=axis)
+
+
+def expand_dims(x: Traced, *axes: int) -> Traced:
+    """New axes of size 1 at these places of the result."""
+    return emit("expand_dims", x, axes=axes)
+
+
+def cast(x: Traced, dtype: str) -> Traced:
+    """`"model"` (the model's dtype) or `"float32"` (at least float32)."""
+    return emit(
+        "cast", x, dtype={"model": "f", "float32": "F"}.get(dtype) or types.short_dtype(dtype)
+    )
+
+
+def tap(name: str, x: Traced) -> Traced:
+    """Marks an inner value for comparison; returns it unchanged."""
+    _named(name, "tap")
+    current().field("tap", name, x.type, {})
+    emit("store", x, path=name)
+    return x

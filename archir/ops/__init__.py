@@ -1,0 +1,22 @@
+"""The ops: one file per family. `OPS` maps a kind to its definition."""
+
+from archir.ops import attention, control, elementwise, head, norm, state, tensor
+from archir.ops.base import OPS, OpDef, Sample, Site, infer_op, lookup, op, register
+
+__all__ = [
+    "OPS",
+    "OpDef",
+    "Sample",
+    "Site",
+    "attention",
+    "control",
+    "elementwise",
+    "head",
+    "infer_op",
+    "lookup",
+    "norm",
+    "op",
+    "register",
+    "state",
+    "tensor",
+]

@@ -1,0 +1,247 @@
+"""Sequences, positions, rotary embedding and softmax attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from archir.diagnostics import MismatchError
+from archir.dims import Poly
+from archir.ops.base import Sample, Site, op
+from archir.sequence import Rows
+from archir.types import Sequence, Tensor, Type
+
+
+def _infer_dense(site: Site) -> tuple[Type, ...]:
+    x = site.tensor(0)
+    if x.rank < 2:
+        raise site.fail("needs [B, T, …]", "rank-mismatch")
+    if len(site.operands) == 1:
+        return (Sequence(x.shape[0]),)
+    return (Sequence(site.tensor(1).shape[0]),)
+
+
+@op(
+    "sequence",
+    infer=_infer_dense,
+    samples=(Sample(("i64[B, T]", "i64[R]")), Sample(("f[B, T, 8]",))),
+    invalid=(Sample(("i64[T]",), message="needs [B, T, …]"),),
+)
+def dense(x: Any, length: Any = None) -> Rows:
+    """The sequence of a dense layout: row b is x[b], after `length[b]` tokens of past."""
+    past = tuple(int(n) for n in length) if length is not None else None
+    if past is not None and len(past) != x.shape[0]:
+        raise MismatchError(
+            f"{x.shape[0]} rows of tokens meet a state of {len(past)} rows",
+            code="state-rows",
+            next="decode with as many rows as the state was made with",
+        )
+    return Rows.dense(x.shape[0], x.shape[1], past)
+
+
+@op(
+    "sequence",
+    infer=lambda site: (Tensor("i64", (rows_of(site, 0),)),),
+    samples=(Sample(("sequence[R]",)),),
+)
+def advance(seq: Rows) -> Any:
+    """Tokens seen by each row after this call: the next state's `length`."""
+    return np.array(seq.lengths, np.int64)
+
+
+def rows_of(site: Site, index: int) -> int | Poly:
+    found = site.operands[index]
+    if not isinstance(found, Sequence):
+        raise site.fail(f"operand {index + 1} must be a sequence, {found} given", "operand-type")
+    return found.rows
+
+
+def _infer_positions(site: Site) -> tuple[Type, ...]:
+    if len(site.operands) > 1:
+        rows_of(site, 1)
+    return (Tensor("i64", site.tensor(0).shape[:2]),)
+
+
+@op(
+    "sequence",
+    infer=_infer_positions,
+    samples=(Sample(("i64[B, T]",)), Sample(("i64[B, T]", "sequence[R]"), {"limit": 64})),
+)
+def positions(x: Any, seq: Rows, *, limit: int | None = None) -> Any:
+    """Absolute position of each token of its row; beyond `limit` is an error."""
+    check_limit(seq, limit)
+    return seq.positions()
+
+
+def check_limit(seq: Rows, limit: int | None) -> None:
+    """Raises when a row grows beyond the context the spec was given."""
+    longest = max(seq.lengths, default=0)
+    if limit is not None and longest > limit:
+        raise MismatchError(
+            f"{longest} tokens do not fit the context of {limit}",
+            code="context-exceeded",
+            facts=[f"{seq.length} new tokens after {max(seq.past)} of past"],
+            next=f"shorten the prompt to {limit} tokens, or use a spec with a longer context",
+        )
+
+
+def _infer_last(site: Site) -> tuple[Type, ...]:
+    x = site.tensor(0)
+    rows = rows_of(site, 1) if len(site.operands) > 1 else x.shape[0]
+    return (Tensor(x.dtype, (rows, 1, *x.shape[2:])),)
+
+
+@op("sequence", infer=_infer_last, samples=(Sample(("f[B, T, 8]", "sequence[R]")),))
+def last(x: Any, seq: Rows) -> Any:
+    """The last token of each row, [R, 1, …]."""
+    flat = x.reshape(-1, *x.shape[2:])
+    return flat[[stop - 1 for stop in seq.stop]][:, None]
+
+
+def rotary_angles(positions: np.ndarray, size: int, theta: float) -> np.ndarray:
+    """Angles p · θ^(−2i/size) in float64, […, size / 2]."""
+    return positions[..., None] * theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
+
+
+def _infer_rotary(site: Site) -> tuple[Type, ...]:
+    x, p = site.tensor(0), site.tensor(1)
+    if x.rank != 4 or p.shape != x.shape[:2]:
+        raise site.fail("needs x: [B, T, H, D] and positions: [B, T]", "rank-mismatch")
+    if isinstance(x.shape[3], int) and x.shape[3] % 2:
+        raise site.fail(f"head size {x.shape[3]} is odd, rotary turns pairs")
+    return (x,)
+
+
+@op(
+    "attention",
+    infer=_infer_rotary,
+    samples=(Sample(("f[B, T, 2, 8]", "i64[B, T]"), {"theta": 10000.0}),),
+    invalid=(Sample(("f[B, T, 2, 7]", "i64[B, T]"), {"theta": 1e4}, "head size 7 is odd"),),
+)
+def rotary(x: Any, positions: Any, *, theta: float) -> Any:
+    """Turns the pairs (x_i, x_{i+D/2}) by p · θ^(−2i/D) (Su et al. 2021; halves, as in Llama)."""
+    angles = rotary_angles(positions, x.shape[-1], theta)[:, :, None, :]
+    cos, sin = np.cos(angles).astype(x.dtype), np.sin(angles).astype(x.dtype)
+    a, b = np.split(x, 2, axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _infer_attention(site: Site) -> tuple[Type, ...]:
+    q, k, v = site.tensor(0), site.tensor(1), site.tensor(2)
+    if not q.rank == k.rank == v.rank == 4:
+        raise site.fail("q, k, v need four axes [B, T, H, D]", "rank-mismatch")
+    if len(site.operands) > 3:
+        rows_of(site, 3)
+    if not q.dtype == k.dtype == v.dtype:
+        raise site.fail(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}", "dtype-mismatch")
+    if q.shape[3] != k.shape[3]:
+        raise site.fail(f"queries have size {q.shape[3]}, keys {k.shape[3]}")
+    if k.shape[:3] != v.shape[:3]:
+        raise site.fail(f"keys are {list(k.shape[:3])}, values {list(v.shape[:3])}")
+    heads, groups = q.shape[2], k.shape[2]
+    if not (isinstance(heads, int) and isinstance(groups, int)) or heads % groups:
+        raise site.fail(
+            f"{heads} query heads are not a multiple of {groups} key heads",
+            next="grouped attention lets each key head serve heads / key_heads query heads",
+        )
+    return (Tensor(q.dtype, (*q.shape[:3], v.shape[3])),)
+
+
+@op(
+    "attention",
+    infer=_infer_attention,
+    samples=(
+        Sample(("f[B, T, 4, 8]", "f[B, T, 2, 8]", "f[B, T, 2, 6]"), {"causal": True}),
+        Sample(
+            ("f[B, T, 4, 8]", "f[R, S, 4, 8]", "f[R, S, 4, 8]", "sequence[R]"),
+            {"causal": True, "window": 5, "keys": "cache"},
+        ),
+    ),
+    invalid=(
+        Sample(("f[B, T, 4, 8]", "f[B, T, 3, 8]", "f[B, T, 3, 8]"), {}, "4 query heads"),
+        Sample(("f[B, T, 4, 8]", "f[B, T, 4, 6]", "f[B, T, 4, 8]"), {}, "queries have size 8"),
+    ),
+)
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    seq: Rows,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    score: Callable[..., Any] | None = None,
+    mask: Callable[..., Any] | None = None,
+    keys: str = "tokens",
+    form: str = "",
+) -> Any:
+    """softmax(scale · q kᵀ) v per row and head; head h reads key head h // (H / G).
+
+    scale: D^−½ unless given.  window: a query sees the last `window` positions, itself included.
+    score(s, i, j, h) changes a score, mask(i, j) keeps it; i and j are absolute positions of query
+    and key.  keys: "tokens" when k and v lie as q does, "cache" when they lie as [row, position].
+    """
+    heads, group = q.shape[2], q.shape[2] // k.shape[2]
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    flat = q.reshape(-1, heads, q.shape[3])
+    out = np.zeros((flat.shape[0], heads, v.shape[3]), q.dtype)
+    for row, (start, stop, past) in enumerate(seq):
+        total = past + stop - start
+        if keys == "cache":
+            row_k, row_v = k[row, :total], v[row, :total]
+        else:
+            row_k = k.reshape(-1, *k.shape[2:])[start:stop]
+            row_v = v.reshape(-1, *v.shape[2:])[start:stop]
+        i = np.arange(past, total)[:, None]
+        j = np.arange(total - row_k.shape[0], total)[None, :]
+        seen = np.ones((i.shape[0], j.shape[1]), bool)
+        if causal:
+            seen &= j <= i
+        if window is not None:
+            seen &= j > i - window
+        if mask is not None:
+            seen &= mask(i, j)
+        for head in range(heads):
+            s = scale * (flat[start:stop, head] @ row_k[:, head // group].T)
+            if score is not None:
+                s = score(s, i, j, np.int64(head))
+            s = np.where(seen, s, -np.inf)
+            top = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
+            p = np.exp(s - np.where(np.isfinite(top), top, 0))
+            total_p = np.sum(p, axis=-1, keepdims=True)
+            p = p / np.where(total_p == 0, 1, total_p)
+            out[start:stop, head] = p @ row_v[:, head // group]
+    return out.reshape(*q.shape[:3], v.shape[3])
+
+
+def _infer_steps(site: Site) -> tuple[Type, ...]:
+    x, rows = site.tensor(0), rows_of(site, 1)
+    return (Tensor(x.dtype, (x.shape[1], rows, *x.shape[2:])),)
+
+
+@op("sequence", infer=_infer_steps, samples=(Sample(("f[B, T, 8]", "sequence[R]")),))
+def steps(x: Any, seq: Rows) -> Any:
+    """Tokens by step: [B, T, …] → [T, R, …], step t of row r being its t-th token."""
+    return np.stack([x.reshape(-1, *x.shape[2:])[a:b] for a, b, _ in seq], axis=1)
+
+
+def _infer_unsteps(site: Site) -> tuple[Type, ...]:
+    y, like = site.tensor(0), site.tensor(1)
+    rows_of(site, 2)
+    return (Tensor(y.dtype, (*like.shape[:2], *y.shape[2:])),)
+
+
+@op(
+    "sequence",
+    infer=_infer_unsteps,
+    samples=(Sample(("f[T, R, 8]", "f[B, T, 4]", "sequence[R]")),),
+)
+def unsteps(y: Any, like: Any, seq: Rows) -> Any:
+    """The inverse of `steps`, on the token grid of `like`."""
+    out = np.zeros((seq.batch * seq.length, *y.shape[2:]), y.dtype)
+    for row, (start, stop, _) in enumerate(seq):
+        out[start:stop] = y[: stop - start, row]
+    return out.reshape(seq.batch, seq.length, *y.shape[2:])

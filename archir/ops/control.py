@@ -1,0 +1,141 @@
+"""Ops that carry functions: call, scan, by_length, pointwise (D6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from archir import types
+from archir.dims import Poly
+from archir.ir import Function
+from archir.ops.base import Site, op
+from archir.ops.elementwise import broadcast
+from archir.types import Tensor, Type
+
+
+def match_signature(site: Site, function: Function, given: list[Type]) -> dict[str, int | Poly]:
+    """Bind a function's symbols to operand types; an error names the input that disagrees."""
+    if len(function.inputs) != len(given):
+        raise site.fail(
+            f"{function.name} takes {len(function.inputs)} inputs, {len(given)} given",
+            "operand-count",
+        )
+    binding: dict[str, int | Poly] = {}
+    for value, found in zip(function.inputs, given, strict=True):
+        problem = types.match(value.type, found, binding)
+        if problem:
+            raise site.fail(f"input {value.name}: {value.type} of {function.name}: {problem}")
+    return binding
+
+
+def _infer_call(site: Site) -> tuple[Type, ...]:
+    function = site.function("callee")
+    binding = match_signature(site, function, [t for t in site.operands if not _number(t)])
+    return tuple(types.substitute(v.type, binding) for v in function.outputs)
+
+
+def _number(found: Any) -> bool:
+    return isinstance(found, int | float)
+
+
+@op("control", infer=_infer_call)
+def call(*operands: Any, callee: Callable[..., Any], scope: str) -> Any:
+    """Runs a function with its fields resolved in `scope`."""
+    return callee(*operands, scope=scope)
+
+
+def _infer_scan(site: Site) -> tuple[Type, ...]:
+    body, carry, xs = site.function("body"), site.attrs["carry"], site.attrs["xs"]
+    given: list[Type] = []
+    lengths = []
+    for index in range(len(site.operands)):
+        found = site.operands[index]
+        assert not isinstance(found, int | float)
+        if carry <= index < carry + xs:
+            tensor = site.tensor(index)
+            lengths.append(tensor.shape[0])
+            found = Tensor(tensor.dtype, tensor.shape[1:])
+        given.append(found)
+    if len({str(n) for n in lengths}) != 1:
+        raise site.fail(f"the scanned operands have {lengths} steps", next="make them equal")
+    binding = match_signature(site, body, given)
+    results = [types.substitute(v.type, binding) for v in body.outputs]
+    for index in range(carry):
+        if results[index] != given[index]:
+            raise site.fail(
+                f"carry {index + 1} enters as {given[index]}, leaves as {results[index]}"
+            )
+    stacked = []
+    for found in results[carry:]:
+        assert isinstance(found, Tensor)
+        stacked.append(Tensor(found.dtype, (lengths[0], *found.shape)))
+    return (*results[:carry], *stacked)
+
+
+@op("control", infer=_infer_scan)
+def scan(*operands: Any, body: Callable[..., Any], carry: int, xs: int) -> Any:
+    """for t: carry, y_t = body(carry, xs[t], consts); results: the last carry, then stacked y.
+
+    Operands: `carry` carried values, `xs` tensors whose first axis is scanned, then constants.
+    """
+    carried = list(operands[:carry])
+    scanned, consts = operands[carry : carry + xs], operands[carry + xs :]
+    stacked: list[list[Any]] = []
+    for step in range(scanned[0].shape[0]):
+        got = body(*carried, *(x[step] for x in scanned), *consts)
+        got = got if isinstance(got, tuple) else (got,)
+        carried = list(got[:carry])
+        stacked.append(list(got[carry:]))
+    results = (*carried, *(np.stack(ys) for ys in zip(*stacked, strict=True)))
+    return results if len(results) > 1 else results[0]
+
+
+def _infer_by_length(site: Site) -> tuple[Type, ...]:
+    given = [t for t in site.operands if not _number(t)]
+    short, long = site.function("short"), site.function("long")
+    found = [
+        tuple(types.substitute(v.type, match_signature(site, f, given)) for v in f.outputs)
+        for f in (short, long)
+    ]
+    if found[0] != found[1]:
+        raise site.fail(f"{short.name} gives {found[0]}, {long.name} gives {found[1]}")
+    return found[0]
+
+
+@op("control", infer=_infer_by_length)
+def by_length(
+    *operands: Any, size: int, below: int, short: Callable[..., Any], long: Callable[..., Any]
+) -> Any:
+    """short(…) where the dim `size` is less than `below`, else long(…): a choice on dims only."""
+    return (short if size < below else long)(*operands)
+
+
+def _infer_pointwise(site: Site) -> tuple[Type, ...]:
+    function = site.function("fn")
+    tensors = [site.tensor(i) for i in range(len(site.operands))]
+    if len(function.inputs) != len(tensors):
+        raise site.fail(
+            f"{function.name} takes {len(function.inputs)} operands, {len(tensors)} given",
+            "operand-count",
+        )
+    shape = broadcast(site, [t.shape for t in tensors])
+    dtype = types.promote(*(t.dtype for t in tensors))
+    made = []
+    for value in function.outputs:
+        assert isinstance(value.type, Tensor)
+        floats = types.is_float(value.type.dtype)
+        own = (dtype if types.is_float(dtype) else "f") if floats else value.type.dtype
+        made.append(Tensor(own, shape))
+    return tuple(made)
+
+
+@op("control", infer=_infer_pointwise)
+def pointwise(*operands: Any, fn: Callable[..., Any]) -> Any:
+    """A function of scalars at every element, computed in F and rounded once."""
+    got = fn(*operands)
+    shape = np.broadcast_shapes(*(np.shape(x) for x in operands))
+    if isinstance(got, tuple):
+        return tuple(np.broadcast_to(y, shape) for y in got)
+    return np.broadcast_to(got, shape)

@@ -1,0 +1,329 @@
+"""Tensor ops: linear, einsum, layout and reduction. No arithmetic of its own but sums of products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from archir import dims
+from archir.dims import Poly
+from archir.ops.base import Sample, Site, op
+from archir.types import Tensor, Type
+
+
+@op(
+    "tensor",
+    "tokens: i[*A], table: f[N, D] -> f[*A, D]",
+    samples=(Sample(("i64[B, T]", "f[16, 8]")),),
+    invalid=(Sample(("f[B, T]", "f[16, 8]"), message="tokens must be an integer"),),
+)
+def embedding(tokens: Any, table: Any) -> Any:
+    """Row `tokens[...]` of a table."""
+    return table[tokens]
+
+
+@op(
+    "tensor",
+    "x: f[*A, I], w: f[O, I], b?: f[O] -> f[*A, O]",
+    samples=(Sample(("f[B, T, 8]", "f[4, 8]")), Sample(("f[B, T, 8]", "f[4, 8]", "f[4]"))),
+    invalid=(
+        Sample(("f[B, T, 8]", "f[4, 6]"), message="I = 8 and I = 6 disagree"),
+        Sample(("F[B, T, 8]", "f[4, 8]"), message="w is f, the operands before it are F"),
+    ),
+)
+def linear(x: Any, w: Any, b: Any = None) -> Any:
+    """x wᵀ + b; the weight is [out, in]."""
+    y = x @ w.T
+    return y if b is None else y + b
+
+
+def _infer_heads(site: Site) -> tuple[Type, ...]:
+    x, parts, heads = site.tensor(0), site.attrs["parts"], site.attrs["heads"]
+    if x.rank < 1:
+        raise site.fail("needs an axis to split", "rank-mismatch")
+    width = x.shape[-1]
+    if isinstance(width, int) and width % (parts * heads):
+        raise site.fail(
+            f"width {width} is not parts × heads × size = {parts} × {heads} × size",
+            next=f"make the width a multiple of {parts * heads}",
+        )
+    size = dims.divide(width, parts * heads)
+    return (Tensor(x.dtype, (*x.shape[:-1], heads, size)),) * parts
+
+
+@op(
+    "tensor",
+    infer=_infer_heads,
+    samples=(Sample(("f[B, T, 24]",), {"parts": 3, "heads": 2}),),
+    invalid=(Sample(("f[B, T, 20]",), {"parts": 3, "heads": 2}, "20 is not parts × heads × size"),),
+)
+def heads(x: Any, *, parts: int, heads: int) -> Any:
+    """[…, parts·H·D] → `parts` tensors [..., H, D]."""
+    size = x.shape[-1] // (parts * heads)
+    split = x.reshape(*x.shape[:-1], parts, heads, size)
+    pieces = tuple(split[..., i, :, :] for i in range(parts))
+    return pieces if parts > 1 else pieces[0]
+
+
+@op(
+    "tensor",
+    "x: f[*A, H, D] -> f[*A, H*D]",
+    samples=(Sample(("f[B, T, 2, 4]",)),),
+    invalid=(Sample(("f[4]",), message="needs at least 2 axes"),),
+)
+def merge(x: Any) -> Any:
+    """[…, H, D] → […, H·D]."""
+    return x.reshape(*x.shape[:-2], -1)
+
+
+def _infer_split(site: Site) -> tuple[Type, ...]:
+    x, sizes, axis = site.tensor(0), site.attrs["sizes"], site.attrs["axis"]
+    axis = _axis(site, x, axis)
+    total: int | Poly = 0
+    for size in sizes:
+        total = dims.add(total, size)
+    if total != x.shape[axis]:
+        raise site.fail(f"pieces {sizes} add up to {total}, axis {axis} is {x.shape[axis]}")
+    return tuple(Tensor(x.dtype, (*x.shape[:axis], s, *x.shape[axis + 1 :])) for s in sizes)
+
+
+@op(
+    "tensor",
+    infer=_infer_split,
+    samples=(Sample(("f[B, 8]",), {"sizes": (2, 6), "axis": -1}),),
+    invalid=(Sample(("f[B, 8]",), {"sizes": (2, 2), "axis": -1}, "add up to 4"),),
+)
+def split(x: Any, *, sizes: tuple[int, ...], axis: int) -> Any:
+    """Pieces of the given sizes along an axis."""
+    pieces = tuple(np.split(x, np.cumsum(sizes)[:-1], axis=axis))
+    return pieces if len(pieces) > 1 else pieces[0]
+
+
+def _infer_concat(site: Site) -> tuple[Type, ...]:
+    first = site.tensor(0)
+    axis = _axis(site, first, site.attrs["axis"])
+    total: int | Poly = 0
+    for index in range(len(site.operands)):
+        other = site.tensor(index)
+        if other.rank != first.rank or other.dtype != first.dtype:
+            raise site.fail("operands differ in rank or dtype")
+        pairs = zip(first.shape, other.shape, strict=True)
+        if any(a != b for i, (a, b) in enumerate(pairs) if i != axis):
+            raise site.fail(f"operands differ outside axis {axis}")
+        total = dims.add(total, other.shape[axis])
+    return (Tensor(first.dtype, (*first.shape[:axis], total, *first.shape[axis + 1 :])),)
+
+
+@op(
+    "tensor",
+    infer=_infer_concat,
+    samples=(Sample(("f[B, 8]", "f[B, 4]"), {"axis": -1}),),
+    invalid=(Sample(("f[B, 8]", "f[T, 4]"), {"axis": -1}, "differ outside axis 1"),),
+)
+def concat(*xs: Any, axis: int) -> Any:
+    """Operands one after another along an axis."""
+    return np.concatenate(xs, axis=axis)
+
+
+def _axis(site: Site, x: Tensor, axis: int) -> int:
+    if not -x.rank <= axis < x.rank:
+        raise site.fail(f"axis {axis} is outside {x.rank} axes", "rank-mismatch")
+    return axis % x.rank
+
+
+def _infer_reshape(site: Site) -> tuple[Type, ...]:
+    x, shape = site.tensor(0), site.attrs["shape"]
+    if dims.product(x.shape) != dims.product(shape):
+        raise site.fail(
+            f"{dims.product(x.shape)} elements do not fill {list(shape)}, "
+            f"which holds {dims.product(shape)}"
+        )
+    return (Tensor(x.dtype, tuple(shape)),)
+
+
+@op(
+    "tensor",
+    infer=_infer_reshape,
+    samples=(Sample(("f[B, 8]",), {"shape": (dims.symbol("B"), 2, 4)}),),
+    invalid=(Sample(("f[B, 8]",), {"shape": (dims.symbol("B"), 2, 3)}, "do not fill"),),
+)
+def reshape(x: Any, *, shape: tuple[int, ...]) -> Any:
+    """The same elements in row-major order under another shape."""
+    return x.reshape(shape)
+
+
+def _infer_transpose(site: Site) -> tuple[Type, ...]:
+    x, axes = site.tensor(0), site.attrs["axes"]
+    if sorted(axes) != list(range(x.rank)):
+        raise site.fail(f"{axes} is not an order of {x.rank} axes", "rank-mismatch")
+    return (Tensor(x.dtype, tuple(x.shape[a] for a in axes)),)
+
+
+@op(
+    "tensor",
+    infer=_infer_transpose,
+    samples=(Sample(("f[B, T, 8]",), {"axes": (1, 0, 2)}),),
+    invalid=(Sample(("f[B, T]",), {"axes": (0, 2)}, "is not an order of 2 axes"),),
+)
+def transpose(x: Any, *, axes: tuple[int, ...]) -> Any:
+    """Axis i of the result is axis axes[i] of x."""
+    return np.transpose(x, axes)
+
+
+def _infer_expand_dims(site: Site) -> tuple[Type, ...]:
+    x, axes = site.tensor(0), site.attrs["axes"]
+    rank = x.rank + len(axes)
+    if len(set(axes)) != len(axes) or not all(0 <= a < rank for a in axes):
+        raise site.fail(f"{axes} are not new places among {rank} axes", "rank-mismatch")
+    rest = iter(x.shape)
+    return (Tensor(x.dtype, tuple(1 if i in axes else next(rest) for i in range(rank))),)
+
+
+@op(
+    "tensor",
+    infer=_infer_expand_dims,
+    samples=(Sample(("f[B, 8]",), {"axes": (1,)}),),
+    invalid=(Sample(("f[B]",), {"axes": (3,)}, "are not new places among 2 axes"),),
+)
+def expand_dims(x: Any, *, axes: tuple[int, ...]) -> Any:
+    """Axes of size 1 at the given places of the result."""
+    return np.expand_dims(x, axes)
+
+
+def _infer_reduce(site: Site) -> tuple[Type, ...]:
+    x, keep = site.tensor(0), site.attrs.get("keepdims", False)
+    axes = {_axis(site, x, a) for a in site.attrs["axes"]}
+    shape = [1 if i in axes else s for i, s in enumerate(x.shape) if keep or i not in axes]
+    return (Tensor(x.dtype, tuple(shape)),)
+
+
+_REDUCE: dict[str, Any] = {
+    "infer": _infer_reduce,
+    "samples": (Sample(("f[B, 8]",), {"axes": (-1,)}),),
+    "invalid": (Sample(("f[B]",), {"axes": (2,)}, "axis 2 is outside 1 axes"),),
+}
+
+
+@op("tensor", **_REDUCE)
+def reduce_sum(x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any:
+    """Σ over axes."""
+    return np.sum(x, axis=axes, keepdims=keepdims)
+
+
+@op("tensor", **_REDUCE)
+def reduce_mean(x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any:
+    """Mean over axes."""
+    return np.mean(x, axis=axes, keepdims=keepdims)
+
+
+@op("tensor", **_REDUCE)
+def reduce_max(x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any:
+    """Maximum over axes."""
+    return np.max(x, axis=axes, keepdims=keepdims)
+
+
+def _infer_einsum(site: Site) -> tuple[Type, ...]:
+    left, _, right = site.attrs["equation"].partition("->")
+    terms = left.split(",")
+    if len(terms) != len(site.operands):
+        raise site.fail(f"{len(terms)} terms for {len(site.operands)} operands", "operand-count")
+    sizes: dict[str, int | Poly] = {}
+    dtype = site.tensor(0).dtype
+    for index, term in enumerate(terms):
+        x = site.tensor(index)
+        if x.dtype != dtype:
+            raise site.fail(f"operands are {dtype} and {x.dtype}", "dtype-mismatch")
+        if len(term) != x.rank:
+            raise site.fail(f"term {term!r} names {len(term)} axes of {x.rank}", "rank-mismatch")
+        for letter, size in zip(term, x.shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise site.fail(f"{letter} = {sizes[letter]} and {letter} = {size} disagree")
+    return (Tensor(dtype, tuple(sizes[letter] for letter in right)),)
+
+
+@op(
+    "tensor",
+    infer=_infer_einsum,
+    samples=(Sample(("f[B, 4, 8]", "f[B, 8]"), {"equation": "bkv,bv->bk"}),),
+    invalid=(Sample(("f[4]", "f[8]"), {"equation": "k,k->"}, "k = 4 and k = 8 disagree"),),
+)
+def einsum(*xs: Any, equation: str) -> Any:
+    """Sum of products over the letters that the result leaves out."""
+    return np.einsum(equation, *xs)
+
+
+def _infer_cast(site: Site) -> tuple[Type, ...]:
+    return (site.tensor(0).with_dtype(site.attrs["dtype"]),)
+
+
+@op("tensor", infer=_infer_cast, samples=(Sample(("f[B, 8]",), {"dtype": "F"}),))
+def cast(x: Any, *, dtype: str) -> Any:
+    """The same numbers in another dtype; the interpreter rounds results, so this is the identity."""
+    if dtype in ("i32", "i64"):
+        return x.astype(np.int64)
+    return x.astype(bool) if dtype == "bool" else x
+
+
+def _infer_size(site: Site) -> tuple[Type, ...]:
+    return (Tensor(site.attrs.get("dtype", "F")),)
+
+
+@op("tensor", infer=_infer_size, samples=(Sample((), {"dim": 8}),))
+def size(*, dim: int, dtype: str = "F") -> Any:
+    """A dim as a number."""
+    return np.float64(dim)
+
+
+def _infer_eye(site: Site) -> tuple[Type, ...]:
+    return (Tensor(site.attrs.get("dtype", "F"), (site.attrs["dim"], site.attrs["dim"])),)
+
+
+@op("tensor", infer=_infer_eye, samples=(Sample((), {"dim": 8}),))
+def eye(*, dim: int, dtype: str = "F") -> Any:
+    """The identity matrix."""
+    return np.eye(dim)
+
+
+def _infer_fill(site: Site) -> tuple[Type, ...]:
+    return (Tensor(site.attrs.get("dtype", "F"), tuple(site.attrs["shape"])),)
+
+
+@op("tensor", infer=_infer_fill, samples=(Sample((), {"shape": (8,), "value": 0.0}),))
+def fill(*, shape: tuple[int, ...], value: float, dtype: str = "F") -> Any:
+    """A tensor of one number."""
+    return np.full(shape, value)
+
+
+def _infer_broadcast_to(site: Site) -> tuple[Type, ...]:
+    x, shape = site.tensor(0), tuple(site.attrs["shape"])
+    lead = len(shape) - x.rank
+    stretches = (
+        all(a in (1, b) for a, b in zip(x.shape, shape[lead:], strict=True)) if lead >= 0 else False
+    )
+    if not stretches:
+        raise site.fail(f"{list(x.shape)} does not stretch to {list(shape)}")
+    return (Tensor(x.dtype, shape),)
+
+
+@op(
+    "tensor",
+    infer=_infer_broadcast_to,
+    samples=(Sample(("f[1, 8]",), {"shape": (4, 8)}),),
+    invalid=(Sample(("f[2, 8]",), {"shape": (4, 8)}, "does not stretch"),),
+)
+def broadcast_to(x: Any, *, shape: tuple[int, ...]) -> Any:
+    """x repeated along new axes and axes of size 1."""
+    return np.broadcast_to(x, shape)
+
+
+def _infer_repeat(site: Site) -> tuple[Type, ...]:
+    x, axis = site.tensor(0), _axis(site, site.tensor(0), site.attrs["axis"])
+    size = dims.multiply(x.shape[axis], site.attrs["times"])
+    return (Tensor(x.dtype, (*x.shape[:axis], size, *x.shape[axis + 1 :])),)
+
+
+@op("tensor", infer=_infer_repeat, samples=(Sample(("f[B, 2, 8]",), {"axis": 1, "times": 3}),))
+def repeat(x: Any, *, axis: int, times: int) -> Any:
+    """Each slice along an axis `times` times in a row: key heads for grouped value heads."""
+    return np.repeat(x, times, axis=axis)

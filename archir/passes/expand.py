@@ -1,0 +1,153 @@
+"""expand: chosen forms become tensor ops, for NumPy and eager.
+
+  y = pointwise(a, b, fn=situ)
+→ the ops of `situ` on whole tensors, in max(float32, dtype), then one cast
+
+  o, S_1 = state_update(q, k, v, S, seq, rule=r, form="recurrent")
+→ q_1 = steps(q, seq); …                                       [T, R, H, ·]
+  S_1, o_1 = scan(S, q_1, k_1, v_1, body=r_step, carry=1, xs=3)
+  o = unsteps(o_1, q, seq)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from archir import dims, ir, types
+from archir.dims import Poly
+from archir.ir import Function, Module, Op, Operand, Ref, Value
+from archir.ops.state import placed, state_axes
+from archir.passes.rewrite import Rewriter
+from archir.recurrence.lift import batch
+from archir.text import print_function
+from archir.types import Tensor
+
+
+def expand(module: Module) -> Module:
+    """Writes pointwise functions and recurrent state updates as tensor ops."""
+    functions: dict[str, Function] = {}
+    for function in module.functions:
+        new = Rewriter(function, functions)
+        new.keep_signature()
+        for op in function.ops:
+            if op.kind == "pointwise":
+                _pointwise(new, op)
+            elif op.kind == "state_update":
+                _recurrent(new, op)
+            else:
+                new.copy(op)
+        functions[function.name] = new.finish()
+    return Module(ir.callees_first(functions, module.entry.name))
+
+
+def _cast(new: Rewriter, x: Operand, dtype: str, op: Op) -> Operand:
+    if not isinstance(x, Value) or not isinstance(x.type, Tensor) or x.type.dtype == dtype:
+        return x
+    return new.emit("cast", x, dtype=dtype, hint=x.name, loc=op.loc)
+
+
+def _pointwise(new: Rewriter, op: Op) -> None:
+    fn = new.functions[op.attrs["fn"].name]
+    values: dict[Value, Operand] = {}
+    for value, operand in zip(fn.inputs, op.operands, strict=True):
+        assert isinstance(value.type, Tensor)
+        values[value] = _cast(new, new[operand], value.type.dtype, op)
+    for inner in fn.ops:
+        given = tuple(values[x] if isinstance(x, Value) else x for x in inner.operands)
+        hint = inner.results[0].name
+        values[inner.result] = new.emit(inner.kind, *given, hint=hint, loc=inner.loc, **inner.attrs)
+    for result, output in zip(op.results, fn.outputs, strict=True):
+        assert isinstance(result.type, Tensor)
+        made = _cast(new, values[output], result.type.dtype, op)
+        assert isinstance(made, Value)
+        if isinstance(made.type, Tensor) and made.type.shape != result.type.shape:
+            made = new.emit("broadcast_to", made, shape=result.type.shape, hint=result.name)
+        new.values[result] = made
+
+
+def _recurrent(new: Rewriter, op: Op) -> None:
+    rule = new.functions[op.attrs["rule"].name]
+    states, count = state_axes(rule)
+    operands = [new.value(x) for x in op.values]
+    xs, carried, seq = operands[:count], operands[count:-1], operands[-1]
+    first = carried[0].type
+    assert isinstance(first, Tensor)
+    lead = first.shape[:2]
+    binding: dict[str, int | Poly] = {}
+    scanned: list[Value] = []
+    constant: list[bool] = []
+    for x, declared in zip(xs, rule.inputs[states:], strict=True):
+        assert isinstance(x.type, Tensor) and isinstance(declared.type, Tensor)
+        inner = x.type.shape[x.type.rank - declared.type.rank :]
+        types.match(declared.type, Tensor(declared.type.dtype, inner), binding)
+        leading = placed(x.type, declared.type.rank)
+        scanned.append(_by_step(new, op, x, leading, lead, inner, seq))
+        constant.append("T" not in leading)
+    order = [x for x, c in zip(scanned, constant, strict=True) if not c]
+    consts = [x for x, c in zip(scanned, constant, strict=True) if c]
+    body = _consts_last(batch(rule, lead, binding, f"{rule.name}_step"), states, constant)
+    name = _add(new, body)
+    made = new.emit(
+        "scan", *carried, *order, *consts, body=Ref(name), carry=states, xs=len(order),
+        hint=op.results[0].name, loc=op.loc,
+    )  # fmt: skip
+    made = made if isinstance(made, tuple) else (made,)
+    like = next(x for x, c in zip(xs, constant, strict=True) if not c)
+    outputs = [
+        new.emit("unsteps", y, like, seq, hint=r.name, loc=op.loc)
+        for y, r in zip(made[states:], op.results, strict=False)
+    ]
+    new.values.update(zip(op.results, (*outputs, *made[:states]), strict=True))
+
+
+def _by_step(
+    new: Rewriter,
+    op: Op,
+    x: Value,
+    leading: str,
+    lead: tuple[int | Poly, ...],
+    inner: tuple[int | Poly, ...],
+    seq: Value,
+) -> Value:
+    """An operand as [T, R, H, …], or [R, H, …] where it has no time axis."""
+    heads = lead[1]
+    if leading == "BTH":
+        assert isinstance(x.type, Tensor)
+        own = x.type.shape[2]
+        x = new.emit("steps", x, seq, hint=x.name, loc=op.loc)
+        if own != heads:
+            times = dims.divide(heads, own)
+            x = new.emit("repeat", x, axis=2, times=times, hint=x.name, loc=op.loc)
+        return x
+    if leading == "BT":
+        x = new.emit("steps", x, seq, hint=x.name, loc=op.loc)
+        assert isinstance(x.type, Tensor)
+        shape = (x.type.shape[0], *lead, *inner)
+        x = new.emit("expand_dims", x, axes=(2,), hint=x.name, loc=op.loc)
+        return new.emit("broadcast_to", x, shape=shape, hint=x.name, loc=op.loc)
+    if leading == "H":
+        assert isinstance(x.type, Tensor)
+        if x.type.shape[0] != heads:
+            times = dims.divide(heads, x.type.shape[0])
+            x = new.emit("repeat", x, axis=0, times=times, hint=x.name, loc=op.loc)
+    return new.emit("broadcast_to", x, shape=(*lead, *inner), hint=x.name, loc=op.loc)
+
+
+def _consts_last(body: Function, states: int, constant: list[bool]) -> Function:
+    carried, rest = body.inputs[:states], body.inputs[states:]
+    scanned = tuple(v for v, c in zip(rest, constant, strict=True) if not c)
+    consts = tuple(v for v, c in zip(rest, constant, strict=True) if c)
+    return replace(body, inputs=(*carried, *scanned, *consts))
+
+
+def _add(new: Rewriter, body: Function) -> str:
+    """The name of an equal function already there, or of this one, added."""
+    name, ordinal = body.name, 0
+    while name in new.functions:
+        twin = replace(body, name=name)
+        if print_function(new.functions[name], False) == print_function(twin, False):
+            return name
+        ordinal += 1
+        name = f"{body.name}_{ordinal}"
+    new.functions[name] = replace(body, name=name)
+    return name

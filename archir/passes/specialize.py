@@ -1,0 +1,180 @@
+"""specialize(phase, layout): sequences, positions and state become explicit.
+
+    a = attention(q, k, v, causal=True)
+  → full:     a = attention(q, k, v, seq, causal=True)
+  → decode:   k_1 = append(attn_k, k, seq);  v_1 = append(attn_v, v, seq)
+              a = attention(q, k_1, v_1, seq, causal=True, keys="cache")
+              store(k_1, path="attn.k");  store(v_1, path="attn.v")
+
+    o = state_update(q, k, v, rule=r)
+  → full:     S = fill(shape=(R, H, K, V), value=0.0);  o, S_1 = state_update(q, k, v, S, seq, rule=r)
+  → decode:   o, S_1 = state_update(q, k, v, attn_S, seq, rule=r);  store(S_1, path="attn.S")
+
+The entry makes the sequence once, `seq = dense(tokens, length)`; functions that need it take it as
+their last operand. `prefill` and `decode` are one program here: forms tell them apart later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from archir import dims, ir, types
+from archir.diagnostics import UnsupportedError
+from archir.dims import Poly
+from archir.ir import Function, Module, Op, Value
+from archir.ops.state import rule_heads, state_axes
+from archir.passes.rewrite import Rewriter
+from archir.types import Sequence, Tensor
+
+PHASES = ("full", "prefill", "decode")
+LAYOUTS = ("dense",)
+ORDERED = ("positions", "attention", "state_update", "last")
+
+
+def is_specialized(module: Module) -> bool:
+    """Whether sequences are explicit: the entry makes one, or nothing needs one."""
+    if any(op.kind == "dense" for op in module.entry.ops):
+        return True
+    return not _ordered_functions(module)
+
+
+def _ordered_functions(module: Module) -> set[str]:
+    """Functions that must know which tokens follow which."""
+    found: set[str] = set()
+    for function in module.functions:
+        for op in function.ops:
+            if op.kind in ORDERED or (op.kind == "call" and op.attrs["callee"].name in found):
+                found.add(function.name)
+    return found
+
+
+def specialize(module: Module, phase: str = "full", layout: str = "dense") -> Module:
+    """Makes sequences and state explicit; see the module's docstring."""
+    if phase not in PHASES or layout not in LAYOUTS:
+        raise UnsupportedError(
+            f"phase {phase!r} with layout {layout!r} is not built",
+            code="phase-layout",
+            next=f"phases: {', '.join(PHASES)}; layouts: {', '.join(LAYOUTS)}",
+        )
+    ordered = _ordered_functions(module)
+    functions: dict[str, Function] = {}
+    for function in module.functions:
+        if function.name in ordered:
+            functions[function.name] = _function(function, functions, ordered, phase != "full")
+        else:
+            functions[function.name] = function
+    return Module(ir.callees_first(functions, module.entry.name))
+
+
+def _function(
+    function: Function, functions: dict[str, Function], ordered: set[str], stateful: bool
+) -> Function:
+    new = Rewriter(function, functions)
+    new.keep_signature()
+    if function.role == "entry":
+        seq = _make_sequence(new, stateful)
+    else:
+        seq = new.input("seq", Sequence(dims.symbol("R")))
+    counts: dict[str, int] = {}
+    for op in function.ops:
+        operands = tuple(new[x] for x in op.operands)
+        if op.kind in ("attention", "state_update"):
+            ordinal = counts.get(op.kind, 0)
+            counts[op.kind] = ordinal + 1
+            name = op.attrs.get("name", f"{op.kind}_{ordinal}")
+            handle = _attention if op.kind == "attention" else _state_update
+            handle(new, op, name, seq, stateful)
+        elif op.kind in ORDERED or (op.kind == "call" and op.attrs["callee"].name in ordered):
+            new.copy(op, (*operands, seq))
+        else:
+            new.copy(op)
+    return new.finish()
+
+
+def _make_sequence(new: Rewriter, stateful: bool) -> Value:
+    tokens = next(
+        (v for v in new.inputs if isinstance(v.type, Tensor) and v.type.rank >= 2), new.inputs[0]
+    )
+    if not stateful:
+        return new.emit("dense", tokens, hint="seq")
+    length = new.field("state", "length", Tensor("i64", (dims.symbol("R"),)), kind="length")
+    seq = new.emit("dense", tokens, length, hint="seq")
+    new.emit("store", new.emit("advance", seq, hint="length"), path="length")
+    return seq
+
+
+def _without_name(op: Op) -> dict[str, object]:
+    return {k: v for k, v in op.attrs.items() if k != "name"}
+
+
+def _attention(new: Rewriter, op: Op, name: str, seq: Value, stateful: bool) -> None:
+    q, k, v = (new[x] for x in op.operands)
+    attrs = _without_name(op)
+    if not stateful:
+        new.copy(op, (q, k, v, seq), attrs)
+        return
+    assert isinstance(seq.type, Sequence)
+    caches = []
+    for part, value in (("k", k), ("v", v)):
+        assert isinstance(value, Value) and isinstance(value.type, Tensor)
+        shape = (seq.type.rows, dims.symbol("P"), *value.type.shape[2:])
+        path = f"{name}.{part}"
+        old = new.field("state", path, Tensor(value.type.dtype, shape), kind="kv")
+        cache = new.emit("append", old, value, seq, hint=f"{part}_all", loc=op.loc)
+        new.emit("store", cache, path=path, loc=op.loc)
+        caches.append(cache)
+    new.copy(op, (q, *caches, seq), {**attrs, "keys": "cache"})
+
+
+def _state_update(new: Rewriter, op: Op, name: str, seq: Value, stateful: bool) -> None:
+    rule = new.functions[op.attrs["rule"].name]
+    operands = [new.value(x) for x in op.values]
+    states = []
+    assert isinstance(seq.type, Sequence)
+    for label, shape in state_shapes(rule, operands, seq.type.rows):
+        if stateful:
+            path = f"{name}.{label}"
+            states.append(new.field("state", path, Tensor("F", shape), kind="matrix"))
+        else:
+            states.append(new.emit("fill", shape=shape, value=0.0, hint=label, loc=op.loc))
+    made = new.copy(op, (*operands, *states, seq), _without_name(op))
+    if stateful:
+        for (label, _), value in zip(
+            state_shapes(rule, operands, seq.type.rows), made[len(op.results) :], strict=True
+        ):
+            new.emit("store", value, path=f"{name}.{label}", loc=op.loc)
+
+
+def state_shapes(
+    rule: Function, operands: list[Value], rows: int | Poly
+) -> list[tuple[str, tuple[int | Poly, ...]]]:
+    """Name and shape [R, H, …] of each state of a rule, given its operands."""
+    states, _ = state_axes(rule)
+    binding: dict[str, int | Poly] = {}
+    found = []
+    for value, declared in zip(operands, rule.inputs[states:], strict=True):
+        assert isinstance(value.type, Tensor) and isinstance(declared.type, Tensor)
+        found.append(value.type)
+        inner = value.type.shape[value.type.rank - declared.type.rank :]
+        types.match(declared.type, Tensor(declared.type.dtype, inner), binding)
+    heads = rule_heads(found, rule)
+    shapes = []
+    for state in rule.inputs[:states]:
+        inner = types.substitute(state.type, binding)
+        assert isinstance(inner, Tensor)
+        shapes.append((state.name, (rows, heads, *inner.shape)))
+    return shapes
+
+
+def drop_taps(module: Module) -> Module:
+    """Removes taps: their stores and their fields."""
+
+    def change(function: Function) -> Function:
+        taps = {f.path for f in function.fields if f.kind == "tap"}
+        ops = tuple(
+            op for op in function.ops if not (op.kind == "store" and op.attrs["path"] in taps)
+        )
+        fields = tuple(f for f in function.fields if f.kind != "tap")
+        return replace(function, ops=ops, fields=fields)
+
+    return ir.rebuild(module, change)

@@ -1,0 +1,245 @@
+"""A recurrence rule: a few lines of NumPy for one head and one token.
+
+    @ar.recurrence("q:K k:K v:V g:K beta: -> o:V", domain={"g": "<= 0", "beta": "0..1"})
+    def kda(S, q, k, v, g, beta): …
+        return S, o
+
+The signature names the dims of the operands and outputs; parameters it does not name are states,
+whose dims it may state before a bar (`"S:K,V z:K | q:K …"`) and which are found by trial otherwise.
+The body is traced into an IR function, which is the program; run on arrays it is plain NumPy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+
+from archir import dims, source
+from archir.diagnostics import ArchirError, SpecError
+from archir.ir import Function, Module, Ref, Value
+from archir.trace import Builder, Program, Traced, building, current, emit, finish
+from archir.types import Tensor
+
+_DOMAIN = re.compile(r"^(<=\s*(?P<hi>\S+)|>=\s*(?P<lo>\S+)|(?P<a>\S+)\.\.(?P<b>\S+)|unit)$")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A recurrence. Call it on traced values inside a spec, or on arrays to run its body.
+
+    signature: dims of operands and outputs.  domain: what a graph cannot prove (D8).
+    """
+
+    fn: Callable[..., Any]
+    signature: str
+    domain: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.fn.__name__
+
+    @property
+    def __name__(self) -> str:
+        return self.fn.__name__
+
+    @cached_property
+    def operands(self) -> dict[str, tuple[str, ...]]:
+        """Operand name → its dims."""
+        return _shapes(self._sides[1], self)
+
+    @cached_property
+    def outputs(self) -> dict[str, tuple[str, ...]]:
+        """Output name → its dims."""
+        return _shapes(self._sides[2], self)
+
+    @cached_property
+    def _sides(self) -> tuple[str, str, str]:
+        left, arrow, right = self.signature.partition("->")
+        states, bar, operands = left.partition("|")
+        if not arrow:
+            raise self._bad(f"signature {self.signature!r} has no `->`")
+        return (states, operands, right) if bar else ("", left, right)
+
+    @cached_property
+    def states(self) -> tuple[str, ...]:
+        """Parameters that are states: those the operands do not name."""
+        code = self.fn.__code__
+        parameters = code.co_varnames[: code.co_argcount]
+        states = tuple(p for p in parameters if p not in self.operands)
+        if parameters != (*states, *self.operands):
+            raise self._bad(
+                f"the body takes ({', '.join(parameters)}), "
+                f"the signature names operands ({', '.join(self.operands)})",
+                "order the parameters: states first, then the operands as in the signature",
+            )
+        if not states:
+            raise self._bad("no parameter is a state", "the first parameters are the states")
+        return states
+
+    def _bad(self, what: str, next: str = "") -> SpecError:
+        return SpecError(
+            f"rule {self.name}: {what}",
+            code="rule-signature",
+            loc=source.definition(self.fn),
+            next=next or 'write for example "q:K k:K v:V beta: -> o:V"',
+        )
+
+    @cached_property
+    def function(self) -> Function:
+        """The IR function: states and operands of one head and one token in, states and o out."""
+        for name, text in self.domain.items():
+            if name not in self.operands or not _DOMAIN.match(text):
+                raise self._bad(
+                    f"domain {name!r}: {text!r} is not understood",
+                    "a domain names an operand and is '<= a', '>= a', 'a..b' or 'unit'",
+                )
+        stated = _shapes(self._sides[0], self)
+        if stated:
+            if tuple(stated) != self.states:
+                raise self._bad(f"states are {self.states}, the signature states {tuple(stated)}")
+            return self._trace(tuple(stated.values()))
+        if len(self.states) > 1:
+            raise self._bad(
+                f"{len(self.states)} states ({', '.join(self.states)}) need stated shapes",
+                'state them before a bar: "S:K,V z:K | q:K …"',
+            )
+        names = list(dict.fromkeys(d for shape in self.operands.values() for d in shape))
+        trials = [*itertools.permutations(names, 2), *((n,) for n in names)]
+        first: ArchirError | None = None
+        for shape in trials:
+            try:
+                return self._trace((shape,))
+            except ArchirError as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    def _trace(self, shapes: tuple[tuple[str, ...], ...]) -> Function:
+        builder = Builder(Program(), self.name, source.definition(self.fn))
+        given = dict(zip(self.states, shapes, strict=True)) | self.operands
+        with building(builder):
+            values = [
+                builder.input(name, Tensor("F", tuple(dims.symbol(d) for d in shape)))
+                for name, shape in given.items()
+            ]
+            returned = _with_dims(self.fn, {d for s in given.values() for d in s})(*values)
+        return self._check(builder, returned, given)
+
+    def _check(
+        self, builder: Builder, returned: Any, given: Mapping[str, tuple[str, ...]]
+    ) -> Function:
+        returned = returned if isinstance(returned, tuple) else (returned,)
+        wanted = {s: given[s] for s in self.states} | self.outputs
+        if len(returned) != len(wanted):
+            raise self._bad(
+                f"the body returns {len(returned)} values, the signature says {', '.join(wanted)}",
+                "return the new states first, then the outputs",
+            )
+        outputs: list[Value] = []
+        for (name, shape), x in zip(wanted.items(), returned, strict=True):
+            want = Tensor("F", tuple(dims.symbol(d) for d in shape))
+            if not isinstance(x, Traced) or x.type != want:
+                have = x.type if isinstance(x, Traced) else type(x).__name__
+                raise self._bad(
+                    f"{name} must be {want}, the body returns {have}",
+                    "change the signature or the body",
+                )
+            outputs.append(x.value)
+        attrs: dict[str, Any] = {"states": len(self.states)}
+        if self.domain:
+            attrs["domain"] = dict(self.domain)
+        return builder.finish(outputs, "rule", attrs=attrs)
+
+    def __call__(self, *args: Any, name: str | None = None) -> Any:
+        """In a spec: outputs [B, T, H, …] of operands placed by rank (D8). On arrays: the body."""
+        if not any(isinstance(a, Traced) for a in args):
+            return self.fn(*args)
+        rule = Ref(current().program.add(self.function))
+        extra = {"name": name} if name else {}
+        made = emit("state_update", *args, rule=rule, hint=name or "o", **extra)
+        made = made if isinstance(made, tuple) else (made,)
+        narrow = tuple(emit("cast", o, dtype="f", hint=name or "o") for o in made)
+        return narrow[0] if len(narrow) == 1 else narrow
+
+    def trace(self) -> Module:
+        """A module that runs this rule alone over [B, T, H, …] operands."""
+        program = Program()
+        builder = Builder(program, f"run_{self.name}", source.definition(self.fn))
+        lead = tuple(dims.symbol(d) for d in ("B", "T", "H"))
+        with building(builder):
+            given = [
+                builder.input(name, Tensor("f", (*lead, *(dims.symbol(d) for d in shape))))
+                for name, shape in self.operands.items()
+            ]
+            made = self(*given)
+        outputs = [o.value for o in (made if isinstance(made, tuple) else (made,))]
+        return finish(program, builder.finish(outputs, "entry", tuple(self.outputs)))
+
+
+def recurrence(
+    signature: str, *, domain: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., Any]], Rule]:
+    """Declares a recurrence rule; see `Rule`."""
+    return lambda fn: Rule(fn, signature, dict(domain or {}))
+
+
+def _shapes(side: str, rule: Rule) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for item in side.split():
+        name, colon, shape = item.partition(":")
+        sizes = tuple(d for d in shape.split(",") if d)
+        if not colon or not name.isidentifier() or not all(d.isidentifier() for d in sizes):
+            raise rule._bad(f"{item!r} in the signature is not `name:dims`")
+        found[name] = sizes
+    return found
+
+
+class _NumPy:
+    """NumPy inside a rule: `eye`, `zeros` and `ones` of declared dims are recorded."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    @staticmethod
+    def eye(dim: _Dim) -> Traced:
+        return emit("eye", dim=dim.dim)
+
+    @staticmethod
+    def zeros(shape: Any) -> Traced:
+        return emit("fill", shape=_sizes(shape), value=0.0)
+
+    @staticmethod
+    def ones(shape: Any) -> Traced:
+        return emit("fill", shape=_sizes(shape), value=1.0)
+
+
+class _Dim(Traced):
+    """A declared dim inside a rule body: a number that is known only when the rule runs."""
+
+    __slots__ = ("dim",)
+
+    def __init__(self, name: str) -> None:
+        made = emit("size", dim=dims.symbol(name), hint=f"size_{name}")
+        super().__init__(made.value, made.builder)
+        self.dim = dims.symbol(name)
+
+
+def _sizes(shape: Any) -> tuple[Any, ...]:
+    items = shape if isinstance(shape, tuple) else (shape,)
+    return tuple(d.dim if isinstance(d, _Dim) else d for d in items)
+
+
+def _with_dims(fn: Callable[..., Any], names: set[str]) -> Callable[..., Any]:
+    """The same function with declared dims bound as names and NumPy recorded (D7)."""
+    assert isinstance(fn, FunctionType)
+    used = names & set(fn.__code__.co_names)
+    scope = {k: _NumPy() if v is np else v for k, v in fn.__globals__.items()}
+    scope |= {name: _Dim(name) for name in used}
+    return FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, fn.__closure__)

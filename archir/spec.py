@@ -1,0 +1,325 @@
+"""A spec: a traced function with its config, presets and published names; and how one is found.
+
+A spec is given as a built-in name (`"gpt2"`), `path/to/file.py:function`, or the object itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from archir import source, types
+from archir.diagnostics import SpecError, UnsupportedError, nearest
+from archir.dsl import Block, config_sizes, is_config
+from archir.ir import Module
+from archir.recurrence import Rule
+from archir.trace import trace_entry
+from archir.types import Type
+
+# Fields of any Hugging Face config that never change what a model computes.
+_INERT = {
+    *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "_name_or_path"),
+    *("initializer_range", "return_dict", "output_hidden_states", "output_attentions"),
+    *("id2label", "label2id", "problem_type", "is_encoder_decoder", "auto_map", "name_or_path"),
+    *("chunk_size_feed_forward", "task_specific_params", "_attn_implementation_autoset"),
+}
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """How a published `config.json` becomes a config, and back.
+
+    read: config field → key, or several keys joined by `|` of which the first present is read;
+    `a.b` reads a nested object.  absent: key → the value its absence means.  neutral: key → the
+    values under which it changes nothing.  inert: keys that never change the model.
+    Any other key is an error: nothing is lost silently.
+    """
+
+    model_type: str
+    read: Mapping[str, str]
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    inert: tuple[str, ...] = ()
+
+    def config(self, cls: type, found: Mapping[str, Any]) -> Any:
+        """An instance of the config class; SpecError names the field that disagrees."""
+        kind = found.get("model_type")
+        if kind is not None and kind != self.model_type:
+            raise SpecError(
+                f"config.json has model_type {kind!r}, this spec reads {self.model_type!r}",
+                code="config-model-type",
+                next="compile it with the spec of that family: archir list",
+            )
+        flat = dict(_flatten(found))
+        used: set[str] = set()
+        values: dict[str, Any] = {}
+        for name, keys in self.read.items():
+            choices = keys.split("|")
+            used |= set(choices)
+            present = [k for k in choices if flat.get(k) is not None]
+            if present:
+                values[name] = flat[present[0]]
+            elif any(k in self.absent for k in choices):
+                values[name] = next(self.absent[k] for k in choices if k in self.absent)
+            else:
+                raise SpecError(
+                    f"config.json has no {choices[0]!r}, which gives {cls.__name__}.{name}",
+                    code="config-missing",
+                    facts=[f"keys found: {', '.join(sorted(flat))}"],
+                )
+        self._refuse_others({k: v for k, v in flat.items() if k not in used})
+        return cls(**values)
+
+    def _refuse_others(self, rest: Mapping[str, Any]) -> None:
+        for key, value in rest.items():
+            top = key.split(".")[0]
+            if top in _INERT or key in self.inert or top in self.inert or value is None:
+                continue
+            allowed = self.neutral.get(key)
+            if allowed is None:
+                raise SpecError(
+                    f"config field {key!r} = {value!r} is not known to this spec, "
+                    "and may change the model",
+                    code="config-unknown",
+                    next="remove the field if it is inert, or support it in the spec",
+                )
+            if value not in allowed:
+                shown = " or ".join(repr(v) for v in allowed)
+                raise SpecError(
+                    f"config field {key!r} = {value!r} changes the model, and is not supported",
+                    code="config-unsupported",
+                    facts=[f"supported: {key} = {shown}"],
+                    next="use a checkpoint without it, or extend the spec",
+                )
+
+    def publish(self, config: Any) -> dict[str, Any]:
+        """The config as a published `config.json`."""
+        made: dict[str, Any] = {"model_type": self.model_type}
+        for name, keys in self.read.items():
+            value = getattr(config, name)
+            if value is None:
+                continue
+            *outer, last = keys.split("|")[0].split(".")
+            place = made
+            for part in outer:
+                place = place.setdefault(part, {})
+            place[last] = value
+        for key, allowed in self.neutral.items():
+            if allowed[0] is not None and "." not in key:
+                made.setdefault(key, allowed[0])
+        return made
+
+
+def _flatten(found: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in found.items():
+        if isinstance(value, Mapping) and value and key not in _INERT:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+@dataclass(frozen=True)
+class Spec:
+    """An architecture: a function of tokens and a config.
+
+    presets: name → config; every built-in has `tiny` and `full`.  from_hf: how `config.json` is
+    read.  names: convention (`hf`, `gguf`) → function of the config → {weight: layout}.  ignore:
+    patterns of published tensors that never matter.
+    """
+
+    fn: Callable[..., Any]
+    config_class: type
+    presets: Mapping[str, Any] = field(default_factory=dict)
+    from_hf: HuggingFace | None = None
+    names: Mapping[str, Callable[[Any], Mapping[str, Any]]] = field(default_factory=dict)
+    ignore: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.fn.__name__
+
+    @property
+    def doc(self) -> str:
+        return (self.fn.__doc__ or "").strip()
+
+    def configure(self, preset: str | None = None, config: Any = None) -> Any:
+        """The config of a preset, of a `config.json` (a path or its content), or the defaults."""
+        if config is not None:
+            if is_config(config):
+                return config
+            if self.from_hf is None:
+                raise UnsupportedError(
+                    f"spec {self.name} does not say how to read a config.json",
+                    code="config-none",
+                    next="give @ar.spec(…, from_hf=ar.HuggingFace(…)), or use a preset",
+                )
+            return self.from_hf.config(self.config_class, read_config(config))
+        if preset is None:
+            return self.presets.get("full") or self.config_class()
+        if preset not in self.presets:
+            raise SpecError(
+                f"spec {self.name} has no preset {preset!r}",
+                code="preset-unknown",
+                next=nearest(preset, [*self.presets]) if self.presets else "it has no presets",
+            )
+        return self.presets[preset]
+
+    def trace(self, config: Any) -> Module:
+        """The module of this spec at a config."""
+        labels = _parameters(self.fn)
+        inputs: dict[str, Type] = {}
+        for label in labels[:-1]:
+            note = self.fn.__annotations__.get(label)
+            text = note if isinstance(note, str) else "i64[B, T]"
+            inputs[label] = types.parse(text, config_sizes((config,)))
+        return trace_entry(self.fn, self.name, inputs, {labels[-1]: config})
+
+
+def _parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
+    return fn.__code__.co_varnames[: fn.__code__.co_argcount]
+
+
+def read_config(config: Any) -> Mapping[str, Any]:
+    """The content of a `config.json`: a mapping, a file, or a folder that holds one."""
+    if isinstance(config, Mapping):
+        return config
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise SpecError(
+            f"there is no config at {path}", code="config-file", next="give a config.json"
+        )
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise SpecError(f"{path} is not JSON: {error}", code="config-file") from None
+
+
+def spec(
+    config_class: type,
+    *,
+    presets: Mapping[str, Any] | None = None,
+    from_hf: HuggingFace | None = None,
+    names: Mapping[str, Callable[[Any], Mapping[str, Any]]] | None = None,
+    ignore: tuple[str, ...] = (),
+) -> Callable[[Callable[..., Any]], Spec]:
+    """Declares a spec; see `Spec`."""
+
+    def declare(fn: Callable[..., Any]) -> Spec:
+        return Spec(fn, config_class, presets or {}, from_hf, names or {}, ignore)
+
+    return declare
+
+
+def spec_of_block(block: Block, config: Any) -> Spec:
+    """A block with typed inputs as a spec of its own."""
+    fn = block.fn
+    labels = _parameters(fn)
+    untyped = [p for p in labels if not isinstance(fn.__annotations__.get(p), str)]
+    if len(untyped) > 1 or len(untyped) == len(labels) or labels[-1:] != tuple(untyped):
+        raise SpecError(
+            f"block {block.__name__} cannot stand alone: ({', '.join(labels)}) must be inputs "
+            "annotated by types in strings, then a config",
+            code="block-alone",
+            loc=source.definition(fn),
+            next='annotate its inputs, for example x: "f[B, T, width]"',
+        )
+    return Spec(fn, type(config))
+
+
+# ------------------------------------------------------------------------------------------ finding
+
+GROUP = "archir.specs"
+
+
+def builtin_names() -> list[str]:
+    """The names of the installed specs."""
+    return sorted(point.name for point in importlib.metadata.entry_points(group=GROUP))
+
+
+def resolve(given: Any) -> Spec | Block | Rule:
+    """A spec, block or rule from a name, `path.py:function`, or the object itself."""
+    if isinstance(given, Spec | Block | Rule):
+        return given
+    if not isinstance(given, str):
+        raise SpecError(
+            f"a {type(given).__name__} is not a spec",
+            code="spec-unknown",
+            next="decorate the function with @ar.spec(Config)",
+        )
+    if ":" in given:
+        return _from_file(given)
+    points = {p.name: p for p in importlib.metadata.entry_points(group=GROUP)}
+    if given not in points:
+        raise SpecError(
+            f"there is no spec {given!r}",
+            code="spec-unknown",
+            next=f"{nearest(given, [*points])} A spec of yours is path/to/file.py:function",
+        )
+    return points[given].load()
+
+
+def _from_file(given: str) -> Spec | Block | Rule:
+    file, _, name = given.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise SpecError(f"there is no file {file!r}", code="spec-file", next="check the path")
+    key = f"archir_user_{path.stem}"
+    place = importlib.util.spec_from_file_location(key, path.resolve())
+    assert place is not None and place.loader is not None
+    module = importlib.util.module_from_spec(place)
+    sys.modules[key] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        place.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    found = {k: v for k, v in vars(module).items() if isinstance(v, Spec | Block | Rule)}
+    if name not in found:
+        raise SpecError(
+            f"{file} has no spec, block or rule {name!r}",
+            code="spec-unknown",
+            next=nearest(name, [*found]) if found else "decorate the function with @ar.spec",
+        )
+    return found[name]
+
+
+def trace(given: Any, preset: str | None = None, config: Any = None) -> Module:
+    """The module of a spec, block or rule.
+
+    preset: a preset's name.  config: a config instance, or a `config.json` (path or content).
+    A block needs a config instance where it takes one; a rule takes neither.
+    """
+    found = resolve(given)
+    if isinstance(found, Rule):
+        return found.trace()
+    if isinstance(found, Block):
+        return _trace_block(found, config)
+    return found.trace(found.configure(preset, config))
+
+
+def _trace_block(block: Block, config: Any) -> Module:
+    fn = block.fn
+    if config is None and all(isinstance(fn.__annotations__.get(p), str) for p in _parameters(fn)):
+        inputs = {p: types.parse(fn.__annotations__[p]) for p in _parameters(fn)}
+        return trace_entry(fn, block.__name__, inputs, {})
+    return spec_of_block(block, config).trace(config)
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    """A config's fields by name."""
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+
+
+__all__ = [
+    "HuggingFace", "Spec", "builtin_names", "fields_of", "read_config", "resolve",
+    "spec", "spec_of_block", "trace",
+]  # fmt: skip

@@ -1,0 +1,570 @@
+"""How a spec becomes a program: it is run once, on values that record what is done to them.
+
+Every call of a block is traced; functions that print alike are one function (D2). Values support
+Python arithmetic and the NumPy functions of the table `_FUNCTIONS`; anything that would need a
+number now (`if`, `float`, `np.asarray`, iteration …) is refused with the user's line.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import numpy as np
+
+from archir import dims, source, types
+from archir.diagnostics import ArchirError, Loc, ShapeError, SpecError
+from archir.dims import Poly
+from archir.ir import Field, Function, Init, Module, Op, Operand, Ref, Value, callees_first
+from archir.ops import infer_op, lookup
+from archir.text import print_function
+from archir.types import Tensor, Type
+
+_stack: list[Builder] = []
+
+
+class Program:
+    """The functions traced so far, merged by text."""
+
+    def __init__(self) -> None:
+        self.functions: dict[str, Function] = {}
+        self._texts: dict[tuple[str, str], str] = {}
+
+    def add(self, function: Function) -> str:
+        """Adds a function or finds its equal; returns the name it goes by."""
+        key = (function.name, print_function(function, locs=False))
+        if key not in self._texts:
+            name, ordinal = function.name, 0
+            while name in self.functions:
+                ordinal += 1
+                name = f"{function.name}_{ordinal}"
+            self.functions[name] = replace(function, name=name)
+            self._texts[key] = name
+        return self._texts[key]
+
+
+class Builder:
+    """One function while it is traced."""
+
+    def __init__(self, program: Program, name: str, loc: Loc | None) -> None:
+        self.program, self.name, self.loc = program, name, loc
+        self.inputs: list[Value] = []
+        self.fields: list[Field] = []
+        self.ops: list[Op] = []
+        self.scopes: dict[str, Loc | None] = {}
+        self._taken: dict[str, int] = {}
+
+    def fresh(self, hint: str) -> str:
+        """A name not used in this function: `x`, `x_1`, …"""
+        name = "".join(c if c.isalnum() or c == "_" else "_" for c in hint) or "x"
+        name = f"_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
+        if name in types.DTYPES or name in ("inf", "list", "sequence", "ceildiv"):
+            name += "_"
+        count = self._taken.get(name)
+        self._taken[name] = 0 if count is None else count + 1
+        if count is None:
+            return name
+        return self.fresh(f"{name}_{count + 1}")
+
+    def input(self, name: str, type_: Type, loc: Loc | None = None) -> Traced:
+        value = Value(self.fresh(name), type_, loc)
+        self.inputs.append(value)
+        return Traced(value, self)
+
+    def field(self, kind: str, path: str, type_: Type, attrs: Mapping[str, Any]) -> Traced:
+        loc, _ = source.caller()
+        for other in self.fields:
+            if other.path == path:
+                raise _twice(f"{kind} {path!r}", other.value.loc, loc)
+        value = Value(self.fresh(path), type_, loc)
+        self.fields.append(Field(kind, path, value, dict(attrs)))
+        return Traced(value, self)
+
+    def enter_scope(self, name: str) -> None:
+        loc, _ = source.caller()
+        if name in self.scopes:
+            raise _twice(f"scope {name!r}", self.scopes[name], loc)
+        self.scopes[name] = loc
+
+    def finish(
+        self,
+        outputs: Sequence[Value],
+        role: str,
+        names: tuple[str, ...] = (),
+        attrs: Mapping[str, Any] | None = None,
+    ) -> Function:
+        function = Function(
+            self.name,
+            tuple(self.inputs),
+            tuple(self.fields),
+            tuple(self.ops),
+            tuple(outputs),
+            role,
+            names,
+            dict(attrs or {}),
+            self.loc,
+        )
+        _refuse_unused(function)
+        return function
+
+
+def _twice(what: str, first: Loc | None, second: Loc | None) -> SpecError:
+    return SpecError(
+        f"{what} exists already",
+        code="name-twice",
+        loc=second,
+        facts=[f"first made at {first.file}:{first.line}"] if first else [],
+        next="give each its own name; to share a weight, make it once and use the value twice",
+    )
+
+
+def _refuse_unused(function: Function) -> None:
+    """A weight that reaches no output is an error (D11: judged on what was traced)."""
+    needed: set[Value] = set(function.outputs)
+    for op in reversed(function.ops):
+        if lookup(op.kind).effect or op.kind == "call" or needed & set(op.results):
+            needed |= set(op.values)
+    for field in function.fields:
+        if field.kind in ("weight", "buffer") and field.value not in needed:
+            raise SpecError(
+                f"{field.kind} {field.path!r} reaches no output of {function.name}",
+                code="weight-unused",
+                loc=field.value.loc,
+                next="use its value, or delete the line that makes it",
+            )
+
+
+def current() -> Builder:
+    """The function being traced; a SpecError outside of tracing."""
+    if not _stack:
+        loc, _ = source.caller()
+        raise SpecError(
+            "this runs only while a spec is traced",
+            code="not-tracing",
+            loc=loc,
+            next="call archir.trace(spec) or archir.compile(spec), not the spec itself",
+        )
+    return _stack[-1]
+
+
+@contextmanager
+def building(builder: Builder) -> Iterator[Builder]:
+    """Makes `builder` the current one."""
+    _stack.append(builder)
+    try:
+        yield builder
+    finally:
+        _stack.pop()
+
+
+def emit(kind: str, *operands: Any, hint: str = "", **attrs: Any) -> Any:
+    """Records one op and returns its results: one value, a tuple of values, or None."""
+    builder = current()
+    loc, names = source.caller()
+    given = tuple(_operand(x, builder, kind, loc) for x in operands)
+    draft = Op(kind, given, (), attrs, loc)
+    inferred = infer_op(draft, builder.program.functions)
+    if len(names) != len(inferred):
+        names = (hint or kind,) * len(inferred)
+    results = tuple(
+        Value(builder.fresh(name), type_, loc) for name, type_ in zip(names, inferred, strict=True)
+    )
+    builder.ops.append(replace(draft, results=results))
+    traced = tuple(Traced(v, builder) for v in results)
+    return traced[0] if len(traced) == 1 else traced or None
+
+
+def _operand(x: Any, builder: Builder, kind: str, loc: Loc | None) -> Operand:
+    if isinstance(x, Traced):
+        if x.builder is not builder:
+            raise SpecError(
+                f"{x.value.name} belongs to {x.builder.name}, but is used inside {builder.name}",
+                code="value-elsewhere",
+                loc=loc,
+                next=f"pass it to {builder.name} as an argument",
+            )
+        return x.value
+    if isinstance(x, bool | np.bool_):
+        return bool(x)
+    if isinstance(x, int | np.integer):
+        return int(x)
+    if isinstance(x, float | np.floating):
+        return float(x)
+    raise SpecError(
+        f"{kind} takes traced values and numbers, a {type(x).__name__} was given",
+        code="operand-type",
+        loc=loc,
+        next="make it a weight (ar.weight), a buffer (ar.buffer) or a number",
+    )
+
+
+# ------------------------------------------------------------------------------------------ values
+
+_UFUNCS: dict[str, str] = {
+    "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "power": "pow",
+    "maximum": "maximum", "minimum": "minimum", "negative": "neg", "absolute": "abs",
+    "exp": "exp", "exp2": "exp2", "expm1": "expm1", "log": "log", "log1p": "log1p",
+    "sqrt": "sqrt", "sin": "sin", "cos": "cos", "tanh": "tanh", "less": "less",
+    "less_equal": "less_equal", "greater": "greater", "greater_equal": "greater_equal",
+    "equal": "equal", "not_equal": "not_equal", "logical_and": "logical_and",
+    "logical_or": "logical_or", "logical_not": "logical_not", "bitwise_and": "logical_and",
+    "bitwise_or": "logical_or", "invert": "logical_not",
+}  # fmt: skip
+
+
+def _refuse(what: str, next: str) -> NoReturn:
+    loc, _ = source.caller()
+    raise SpecError(what, code="traced-value", loc=loc, next=next)
+
+
+class Traced(np.lib.mixins.NDArrayOperatorsMixin):
+    """A value of the program being traced. It has a type and a shape, but no numbers."""
+
+    __slots__ = ("builder", "value")
+
+    def __init__(self, value: Value, builder: Builder) -> None:
+        self.value, self.builder = value, builder
+
+    @property
+    def type(self) -> Type:
+        return self.value.type
+
+    @property
+    def shape(self) -> tuple[int | Poly, ...]:
+        """Sizes: ints, or polynomials over symbols such as B and T."""
+        return _tensor(self).shape
+
+    @property
+    def ndim(self) -> int:
+        return _tensor(self).rank
+
+    @property
+    def T(self) -> Traced:
+        """All axes reversed."""
+        return emit("transpose", self, axes=tuple(reversed(range(self.ndim))))
+
+    def __repr__(self) -> str:
+        return f"<traced {self.value}>"
+
+    # ---- arithmetic: NDArrayOperatorsMixin turns operators into ufuncs
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if kwargs.get("out") is not None:
+            _refuse(
+                f"np.{ufunc.__name__}(out=…) would change a traced value in place",
+                "assign the result to a name instead",
+            )
+        if method != "__call__" or kwargs:
+            _refuse(
+                f"np.{ufunc.__name__}.{method} with {sorted(kwargs)} is not traced",
+                "use the plain function",
+            )
+        if ufunc.__name__ == "matmul":
+            return matmul(*inputs)
+        if ufunc.__name__ == "square":
+            return emit("mul", inputs[0], inputs[0])
+        if ufunc.__name__ == "logaddexp" and isinstance(inputs[0], int) and inputs[0] == 0:
+            return emit("softplus", inputs[1])
+        kind = _UFUNCS.get(ufunc.__name__)
+        if kind is None:
+            _refuse(f"np.{ufunc.__name__} has no op", f"traced functions: {_known()}")
+        return emit(kind, *inputs)
+
+    def __array_function__(self, func: Any, kinds: Any, args: Any, kwargs: Any) -> Any:
+        handler = _FUNCTIONS.get(func.__name__)
+        if handler is None:
+            _refuse(f"np.{func.__name__} has no op", f"traced functions: {_known()}")
+        return handler(*args, **kwargs)
+
+    def __getitem__(self, index: Any) -> Traced:
+        items = index if isinstance(index, tuple) else (index,)
+        full = all(i is None or i is Ellipsis or i == slice(None) for i in items)
+        if not full:
+            _refuse(
+                "only `:`, `...` and `None` index a traced value",
+                "ar.split(x, sizes, axis) takes pieces of an axis",
+            )
+        places = items
+        if Ellipsis in items:
+            at = items.index(Ellipsis)
+            named = sum(i is not None and i is not Ellipsis for i in items)
+            middle = (slice(None),) * (self.ndim - named)
+            places = (*items[:at], *middle, *items[at + 1 :])
+        places = (*places, *(slice(None),) * (self.ndim - sum(i is not None for i in places)))
+        axes = tuple(i for i, item in enumerate(places) if item is None)
+        return emit("expand_dims", self, axes=axes) if axes else self
+
+    def sum(self, axis: Any = None, keepdims: bool = False) -> Traced:
+        """Σ over an axis, several, or all."""
+        return _reduce("reduce_sum", self, axis, keepdims)
+
+    def mean(self, axis: Any = None, keepdims: bool = False) -> Traced:
+        """Mean over an axis, several, or all."""
+        return _reduce("reduce_mean", self, axis, keepdims)
+
+    def reshape(self, *shape: Any) -> Traced:
+        """The same elements under another shape."""
+        return emit("reshape", self, shape=tuple(shape))
+
+    # ---- traps: each would need a number now
+
+    def __bool__(self) -> NoReturn:
+        _refuse(
+            f"{self.value.name} has no truth value while a spec is traced: "
+            "`if`, `and`, `while`, max() and min() need a number now",
+            "use ar.where(condition, a, b), np.maximum or np.minimum",
+        )
+
+    def __float__(self) -> NoReturn:
+        _refuse(
+            f"float({self.value.name}): a traced value has no number; "
+            "float() and the functions of `math` need one",
+            "use the NumPy function (np.exp, np.sqrt …)",
+        )
+
+    def __int__(self) -> NoReturn:
+        _refuse(f"int({self.value.name}): a traced value has no number", "use sizes of the config")
+
+    def __index__(self) -> NoReturn:
+        _refuse(
+            f"{self.value.name} cannot index or count: a traced value has no number",
+            "use sizes of the config",
+        )
+
+    def __len__(self) -> NoReturn:
+        _refuse(f"len({self.value.name}): sizes may be symbols", "use x.shape, or the config")
+
+    def __iter__(self) -> NoReturn:
+        _refuse(
+            f"{self.value.name} cannot be iterated or unpacked: it is one value",
+            "ar.split(x, sizes, axis) or ar.heads(x, parts, heads) gives several",
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(
+            f"{self.value.name} cannot become a NumPy array: it has no numbers yet",
+            "keep it as it is; ar.stack or ar.concat joins values",
+        )
+
+    def __setitem__(self, index: Any, item: Any) -> NoReturn:
+        _refuse(
+            f"{self.value.name}[…] = … would change a traced value in place",
+            "build a new value (ar.where, ar.concat)",
+        )
+
+    def _in_place(self, other: Any) -> NoReturn:
+        _refuse(
+            f"{self.value.name} is changed in place by an operator such as +=", "write x = x + y"
+        )
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __imatmul__ = __ipow__ = _in_place
+    __hash__ = object.__hash__
+
+
+def _known() -> str:
+    return ", ".join(sorted({*_UFUNCS, *_FUNCTIONS, "matmul", "square"}))
+
+
+def _tensor(x: Traced) -> Tensor:
+    if not isinstance(x.value.type, Tensor):
+        _refuse(f"{x.value} is not a tensor", "only tensors have a shape")
+    return x.value.type
+
+
+def _reduce(kind: str, x: Traced, axis: Any, keepdims: bool) -> Traced:
+    axes = tuple(range(x.ndim)) if axis is None else axis
+    axes = (axes,) if isinstance(axes, int) else tuple(axes)
+    extra = {"keepdims": True} if keepdims else {}
+    return emit(kind, x, axes=tuple(a % x.ndim for a in axes if x.ndim), **extra)
+
+
+def matmul(a: Traced, b: Traced) -> Traced:
+    """a @ b for vectors and matrices, as NumPy defines it."""
+    if not (isinstance(a, Traced) and isinstance(b, Traced)):
+        _refuse("@ needs two traced values", "make the other side a weight or a buffer")
+    left = {1: "i", 2: "hi"}.get(a.ndim)
+    right = {1: "i", 2: "ij"}.get(b.ndim)
+    if left is None or right is None:
+        _refuse(
+            f"@ of {a.type} and {b.type}: only vectors and matrices",
+            "ar.linear multiplies [..., in] by a weight; np.einsum says any other product",
+        )
+    return emit("einsum", a, b, equation=f"{left},{right}->{(left + right).replace('i', '')}")
+
+
+def _einsum(equation: str, *xs: Traced) -> Traced:
+    equation = equation.replace(" ", "")
+    if "->" not in equation or "." in equation:
+        _refuse(
+            f"np.einsum({equation!r}) must name every axis and its result",
+            "write for example 'bkv,bv->bk'",
+        )
+    return emit("einsum", *xs, equation=equation)
+
+
+def _diag(x: Traced) -> Traced:
+    (size,) = x.shape
+    return emit("mul", emit("expand_dims", x, axes=(1,)), emit("eye", dim=size))
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "outer": lambda a, b: emit("einsum", a, b, equation="i,j->ij"),
+    "dot": matmul,
+    "diag": _diag,
+    "sum": lambda x, axis=None, keepdims=False: _reduce("reduce_sum", x, axis, keepdims),
+    "mean": lambda x, axis=None, keepdims=False: _reduce("reduce_mean", x, axis, keepdims),
+    "max": lambda x, axis=None, keepdims=False: _reduce("reduce_max", x, axis, keepdims),
+    "where": lambda c, a, b: emit("where", c, a, b),
+    "einsum": _einsum,
+    "transpose": lambda x, axes=None: emit(
+        "transpose", x, axes=tuple(axes or reversed(range(x.ndim)))
+    ),
+    "reshape": lambda x, shape: x.reshape(*shape),
+    "concatenate": lambda xs, axis=0: emit("concat", *xs, axis=axis),
+    "expand_dims": lambda x, axis: emit(
+        "expand_dims", x, axes=(axis,) if isinstance(axis, int) else tuple(axis)
+    ),
+}
+
+
+# --------------------------------------------------------------------------------------- functions
+
+
+def trace_block(
+    fn: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    sizes: Mapping[str, int | Poly],
+) -> Any:
+    """Traces one call of a block as a function of its own and records the call."""
+    caller = current()
+    loc, _ = source.caller()
+    caller.enter_scope(name)
+    builder = Builder(caller.program, fn.__name__, source.definition(fn))
+    given: list[Traced] = []
+
+    def enter(label: str, x: Any) -> Any:
+        if not isinstance(x, Traced):
+            return x
+        _operand(x, caller, fn.__name__, loc)
+        _check_annotation(fn, label, x, sizes, loc)
+        given.append(x)
+        return builder.input(label, x.type, x.value.loc)
+
+    labels = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    with building(builder):
+        inner = [enter(label, x) for label, x in zip(labels, args, strict=False)]
+        inner += args[len(labels) :]
+        named = {label: enter(label, x) for label, x in kwargs.items()}
+        returned = fn(*inner, **named)
+        names, outputs = _returned(returned, fn.__name__, builder)
+    callee = caller.program.add(builder.finish(outputs, "block", names))
+    result = emit("call", *given, callee=Ref(callee), scope=name, hint=fn.__name__)
+    if names:
+        return dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True))
+    return result
+
+
+def _check_annotation(
+    fn: Callable[..., Any], label: str, x: Traced, sizes: Mapping[str, int | Poly], loc: Loc | None
+) -> None:
+    """An annotated input must match what it is given; its symbols take the caller's sizes."""
+    note = fn.__annotations__.get(label)
+    if not isinstance(note, str):
+        return
+    want = types.parse(note, sizes)
+    problem = types.match(want, x.type, {})
+    if problem:
+        raise ShapeError(
+            f"{fn.__name__}: {label} is declared {note}, {x.type} was given",
+            code="shape-mismatch",
+            loc=loc,
+            facts=[f"declared: {want}", f"given: {x.value}", problem],
+            next=f"give {fn.__name__} an input of {want}, or change the annotation",
+        )
+
+
+def _returned(
+    returned: Any, name: str, builder: Builder
+) -> tuple[tuple[str, ...], tuple[Value, ...]]:
+    """Names and values of what a traced function returned."""
+    names: tuple[str, ...] = ()
+    if isinstance(returned, Mapping):
+        names, returned = tuple(returned), tuple(returned.values())
+    found = returned if isinstance(returned, tuple | list) else (returned,)
+    for x in found:
+        if not isinstance(x, Traced):
+            raise SpecError(
+                f"{name} returns a {type(x).__name__}, not a traced value",
+                code="return-type",
+                loc=builder.loc,
+                next="return one value, a tuple of values, or a dict of named values",
+            )
+    values = tuple(_operand(x, builder, "return", builder.loc) for x in found)
+    return names, tuple(v for v in values if isinstance(v, Value))
+
+
+def trace_entry(
+    fn: Callable[..., Any],
+    name: str,
+    inputs: Mapping[str, Type],
+    fixed: Mapping[str, Any],
+) -> Module:
+    """A module whose entry is `fn` called with traced `inputs` and ordinary `fixed` arguments."""
+    program = Program()
+    builder = Builder(program, name, source.definition(fn))
+    with building(builder):
+        given = {label: builder.input(label, type_) for label, type_ in inputs.items()}
+        returned = fn(**given, **fixed)
+        names, outputs = _returned(returned, name, builder)
+    entry = builder.finish(outputs, "entry", names)
+    return finish(program, entry)
+
+
+def finish(program: Program, entry: Function) -> Module:
+    """The verified module of an entry and the functions it reaches."""
+    from archir.verify import verify
+
+    entry = replace(entry, name=_free(entry.name, program))
+    module = Module(callees_first({**program.functions, entry.name: entry}, entry.name))
+    verify(module, "trace")
+    return module
+
+
+def _free(name: str, program: Program) -> str:
+    while name in program.functions:
+        name += "_"
+    return name
+
+
+def trace_scalars(
+    fn: Callable[..., Any], role: str, inputs: Mapping[str, Tensor], program: Program
+) -> str:
+    """Traces a function of scalars (a pointwise op, a score or a mask) into the program."""
+    builder = Builder(program, fn.__name__, source.definition(fn))
+    with building(builder):
+        given = [builder.input(label, type_) for label, type_ in inputs.items()]
+        returned = fn(*given)
+        _, outputs = _returned(returned, fn.__name__, builder)
+    return program.add(builder.finish(outputs, role))
+
+
+def init_of(init: Any) -> Init:
+    """An Init, or an error that says what an init is."""
+    if isinstance(init, Init):
+        return init
+    raise SpecError(
+        f"init={init!r} is not an init",
+        code="weight-init",
+        next="use ar.normal(std), ar.uniform(low, high), ar.zeros(), ar.ones() or ar.constant(x)",
+    )
+
+
+__all__ = [
+    "ArchirError", "Builder", "Program", "Traced", "building", "current", "dims", "emit", "finish",
+    "init_of", "matmul", "trace_block", "trace_entry", "trace_scalars",
+]  # fmt: skip
