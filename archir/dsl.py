@@ -149,6 +149,8 @@ def _field(
     attrs: dict[str, Any] = {"init": init_of(init)}
     if kind == "weight":
         attrs["decay"] = len(sizes) > 1 if decay is None else decay
+    if dtype:
+        attrs["dtype"] = dtype
     return current().field(kind, name, Tensor("F" if dtype else "f", sizes), attrs)
 
 
@@ -246,7 +248,8 @@ def merge(x: Traced) -> Traced:
 
 def positions(tokens: Traced, limit: int | None = None) -> Traced:
     """Absolute positions, i64[B, T]; more than `limit` tokens in a row are refused."""
-    return emit("positions", tokens, **({"limit": limit} if limit is not None else {}))
+    attrs: dict[str, Any] = {} if limit is None else {"limit": limit}
+    return emit("positions", tokens, **attrs)
 
 
 def rotary(x: Traced, positions: Traced, *, theta: float = 10000.0) -> Traced:

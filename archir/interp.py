@@ -45,7 +45,7 @@ def interpret(
     inputs: Mapping[str, Any] | list[Any] | tuple[Any, ...],
     weights: Mapping[str, Any] | None = None,
     state: Mapping[str, Any] | None = None,
-    seed: int | None = None,
+    seed: int | None = None,  # noqa: ARG001
     dtype: str = "float64",
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Runs the entry of a module.
@@ -139,6 +139,9 @@ class _Run:
             _bind(field.value, env[field.value], binding)
         for op in function.ops:
             self.op(op, env, binding, scope)
+            if function.role not in ("rule", "pointwise"):
+                for value in op.results:
+                    _bind(value, env[value], binding)
         return tuple(env[v] for v in function.outputs)
 
     def op(self, op: Op, env: dict[Value, Any], binding: dict[str, int], scope: str) -> None:

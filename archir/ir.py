@@ -2,17 +2,19 @@
 
     Module(functions)                                  the entry is the function of role "entry"
     Function(name, inputs, fields, ops, outputs)       order of ops is topological order
-    Field(kind, path, value, attrs)                    a weight, buffer, state or tap of a scope (D1)
+    Field(kind, path, value, attrs)                    a weight, buffer, state or tap (D1)
     Op(kind, operands, results, attrs, loc)            operands: values, or numbers (elementwise)
     Value(name, type, loc)                             defined once
 
-Identity is by object, equality of programs is by canonical text (`str(module)`). Nothing is mutated:
-passes rebuild. A field is read by using its value and written at most once, by a `store` op; a call's
-`scope` resolves the callee's fields, which are never operands.
+Identity is by object, equality of programs is by canonical text (`str(module)`). Nothing is
+mutated: passes rebuild. A field is read by using its value and written at most once, by a `store`
+op; a call's `scope` resolves the callee's fields, which are never operands.
 """
 
 from __future__ import annotations
 
+import keyword
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +25,7 @@ from archir.types import Type
 
 FIELD_KINDS = ("weight", "buffer", "state", "tap")
 ROLES = ("entry", "block", "rule", "pointwise", "body")
+_WORDS = ("inf", "list", "sequence", "ceildiv")  # what IR text reads as something else than a name
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,6 +166,15 @@ class Module:
         from archir.text import print_module
 
         return hash(print_module(self, locs=False))
+
+
+def identifier(hint: str) -> str:
+    """A name IR text can carry: `h.0` → `h_0`, `<lambda>` → `_lambda_`, `f32` → `f32_`."""
+    hint = unicodedata.normalize("NFKC", hint) or "x"
+    name = "".join(c if f"_{c}".isidentifier() else "_" for c in hint)
+    name = name if name.isidentifier() else f"_{name}"
+    reserved = keyword.iskeyword(name) or name in types.DTYPES or name in _WORDS
+    return f"{name}_" if reserved else name
 
 
 def join(scope: str, path: str) -> str:

@@ -1,22 +1,31 @@
 """From a traced module to one a backend prints. `PASSES` is the table of contents.
 
 After every pass the module is verified. At check level 2 the interpreter also runs it before and
-after, on random inputs in float64, and the results must agree (D17).
+after, on random inputs in float64, and the results must agree; for `specialize` this means that
+prefill, in one piece or several, and decode equal the full forward (D17).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+from archir.check.inputs import random_inputs
 from archir.diagnostics import PassError, UnsupportedError, nearest
-from archir.ir import Module
+from archir.dims import bare
+from archir.interp import interpret
+from archir.ir import Module, fields
 from archir.passes.canonicalize import canonicalize
 from archir.passes.choose_form import choose_form
 from archir.passes.expand import expand
 from archir.passes.head import head
 from archir.passes.precision import precision
 from archir.passes.specialize import drop_taps, specialize
+from archir.types import Tensor, Type
 from archir.verify import verify
 
 
@@ -46,10 +55,10 @@ def _specialize(module: Module, o: Options) -> Module:
 
 PASSES: tuple[tuple[str, Callable[[Module, Options], Module]], ...] = (
     ("specialize", _specialize),
-    ("canonicalize", lambda module, o: canonicalize(module)),
+    ("canonicalize", lambda module, _: canonicalize(module)),
     ("form", lambda module, o: choose_form(module, o.form)),
     ("precision", lambda module, o: precision(module, o.dtype, o.param_dtype, o.state_dtype)),
-    ("expand", lambda module, o: expand(module)),
+    ("expand", lambda module, _: expand(module)),
 )
 STAGES = ("trace", *(name for name, _ in PASSES))
 
@@ -58,7 +67,7 @@ def lower(
     module: Module,
     phase: str = "full",
     layout: str = "dense",
-    backend: str | None = None,
+    backend: str | None = None,  # noqa: ARG001
     stage: str | None = None,
     dtype: str = "float32",
     form: str = "auto",
@@ -85,29 +94,60 @@ def lower(
         verify(module, name)
         if check > 1 and name != "specialize":
             compare(before, module, name)
+        elif check > 1 and phase != "full":
+            compare_phases(before)
     return module
 
 
 def compare(before: Module, after: Module, name: str) -> None:
     """Interprets both modules on the same random inputs in float64; raises where they differ."""
-    import numpy as np
-
-    from archir.check.inputs import random_inputs
-    from archir.interp import interpret
-
     inputs, weights, state = random_inputs(before, seed=0)
     one, stored_one = interpret(before, inputs, weights, state)
     two, stored_two = interpret(after, inputs, weights, state)
-    pairs = {**{k: (one[k], two[k]) for k in one}} if one.keys() == two.keys() else {}
-    if not pairs:
-        pairs = dict(zip(one, zip(one.values(), two.values(), strict=True), strict=True))
-    pairs |= {k: (stored_one[k], stored_two[k]) for k in stored_one}
-    for key, (a, b) in pairs.items():
-        scale = max(float(np.max(np.abs(a), initial=0)), 1e-300)
-        difference = float(np.max(np.abs(np.asarray(a) - np.asarray(b)), initial=0))
-        if difference > 1e-12 * scale:
-            raise PassError(
-                f"{name} changed {key}: relative difference {difference / scale:.1e}",
-                code="pass-changed-meaning",
-                next="this is a bug of archir: report the module and this message",
-            )
+    pairs = zip(one, one.values(), two.values(), strict=True)
+    for key, a, b in (*pairs, *((k, x, stored_two.get(k, np.nan)) for k, x in stored_one.items())):
+        _require_equal(a, b, f"{name} changed {key}")
+
+
+def compare_phases(module: Module, length: int = 5) -> None:
+    """Full = prefill from an empty state = prefill in pieces = decode of all tokens (D17)."""
+    full, step = specialize(module, "full"), specialize(module, "decode")
+    inputs, weights, _ = random_inputs(full, seed=0, sizes={"T": length})
+    types = {v.name: v.type for v in full.entry.inputs}
+    names = full.entry.names or tuple(v.name for v in full.entry.outputs)
+    by_token = [k for k, v in zip(names, full.entry.outputs, strict=True) if _has_tokens(v.type)]
+    want, _ = interpret(full, inputs, weights)
+    for cuts in ((0, length), (0, length // 2, length), range(length + 1)):
+        pieces: list[dict[str, Any]] = []
+        state = None
+        for start, stop in itertools.pairwise(cuts):
+            given = {k: x[:, start:stop] if _has_tokens(types[k]) else x for k, x in inputs.items()}
+            got, stored = interpret(step, given, weights, state)
+            state = {path: stored[path] for path in fields(step, "state")}
+            pieces.append(got)
+        for key in by_token:
+            got = np.concatenate([piece[key] for piece in pieces], axis=1)
+            _require_equal(want[key], got, f"{key} read in pieces {list(cuts)} is not the whole")
+
+
+def _has_tokens(type_: Type) -> bool:
+    return isinstance(type_, Tensor) and type_.rank > 1 and bare(type_.shape[1]) == "T"
+
+
+def _require_equal(a: Any, b: Any, what: str) -> None:
+    """Raises a PassError unless two results agree to 1e-12 of the largest finite number."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    if a.shape != b.shape:
+        what = f"{what}: shapes {list(a.shape)} and {list(b.shape)}"
+    else:
+        both = np.isfinite(a) & np.isfinite(b)
+        scale = max(float(np.max(np.abs(a), where=both, initial=0)), 1e-300)
+        worst = float(np.max(np.abs(a - b), where=both, initial=0)) / scale
+        if worst <= 1e-12 and np.array_equal(a[~both], b[~both], equal_nan=True):
+            return
+        what = f"{what}: relative difference {worst:.1e}"
+    raise PassError(
+        what,
+        code="pass-changed-meaning",
+        next="this is a bug of archir: report the module and this message",
+    )

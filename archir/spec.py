@@ -79,19 +79,10 @@ class HuggingFace:
         return cls(**values)
 
     def _refuse_others(self, rest: Mapping[str, Any]) -> None:
+        """Fields that change the model come first: they say more than an unknown name."""
         for key, value in rest.items():
-            top = key.split(".")[0]
-            if top in _INERT or key in self.inert or top in self.inert or value is None:
-                continue
             allowed = self.neutral.get(key)
-            if allowed is None:
-                raise SpecError(
-                    f"config field {key!r} = {value!r} is not known to this spec, "
-                    "and may change the model",
-                    code="config-unknown",
-                    next="remove the field if it is inert, or support it in the spec",
-                )
-            if value not in allowed:
+            if allowed is not None and value is not None and value not in allowed:
                 shown = " or ".join(repr(v) for v in allowed)
                 raise SpecError(
                     f"config field {key!r} = {value!r} changes the model, and is not supported",
@@ -99,9 +90,29 @@ class HuggingFace:
                     facts=[f"supported: {key} = {shown}"],
                     next="use a checkpoint without it, or extend the spec",
                 )
+        inert = (*_INERT, *self.inert)
+        for key, value in rest.items():
+            known = key in self.neutral or any(key == i or key.startswith(f"{i}.") for i in inert)
+            if not known and value is not None:
+                raise SpecError(
+                    f"config field {key!r} = {value!r} is not known to this spec, "
+                    "and may change the model",
+                    code="config-unknown",
+                    next="remove the field if it is inert, or support it in the spec",
+                )
 
     def publish(self, config: Any) -> dict[str, Any]:
-        """The config as a published `config.json`."""
+        """The config as a published `config.json`; a field it cannot say must be at its default."""
+        for f in dataclasses.fields(config):
+            value = getattr(config, f.name)
+            if f.name not in self.read and value != f.default:
+                raise UnsupportedError(
+                    f"{type(config).__name__}.{f.name} = {value!r} has no field in the config.json "
+                    f"of {self.model_type!r}",
+                    code="config-publish",
+                    facts=[f"what is published means {f.name} = {f.default!r}"],
+                    next="keep the config in code, and the weights in a file of their own",
+                )
         made: dict[str, Any] = {"model_type": self.model_type}
         for name, keys in self.read.items():
             value = getattr(config, name)

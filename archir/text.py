@@ -102,13 +102,13 @@ def _print_types(found: list[Type]) -> str:
 def _print_outputs(function: Function) -> str:
     if function.names:
         pairs = zip(function.names, function.outputs, strict=True)
-        return "{" + ", ".join(f'"{name}": {value.name}' for name, value in pairs) + "}"
+        return "{" + ", ".join(f"{_print_text(name)}: {value.name}" for name, value in pairs) + "}"
     return ", ".join(v.name for v in function.outputs) or "()"
 
 
 def _print_field(field: Field) -> str:
     attrs = _print_attrs(field.attrs)
-    path = f'"{field.path}"'
+    path = _print_text(field.path)
     inner = f"{path}, {attrs}" if attrs else path
     return f"{field.value.name}: {field.value.type} = {field.kind}({inner})"
 
@@ -121,6 +121,11 @@ def _print_attrs(attrs: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={_print_attr(value)}" for key, value in attrs.items())
 
 
+def _print_text(text: str) -> str:
+    """A string in double quotes, which stand nowhere else: `wrap` counts on it."""
+    return '"' + text.encode("unicode_escape").decode().replace('"', r"\x22") + '"'
+
+
 def _print_attr(value: Any) -> str:
     match value:
         case Ref(name=name):
@@ -128,11 +133,12 @@ def _print_attr(value: Any) -> str:
         case Init() | Poly():
             return str(value)
         case str():
-            return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+            return _print_text(value)
         case tuple():
             return "(" + ", ".join(_print_attr(v) for v in value) + ("," * (len(value) == 1)) + ")"
         case dict():
-            return "{" + ", ".join(f'"{k}": {_print_attr(v)}' for k, v in value.items()) + "}"
+            pairs = (f"{_print_text(k)}: {_print_attr(v)}" for k, v in value.items())
+            return "{" + ", ".join(pairs) + "}"
         case float() if value in (float("inf"), float("-inf")):
             return "-inf" if value < 0 else "inf"
         case bool() | int() | float() | None:
@@ -306,7 +312,7 @@ class _Parser:
     def outputs(self, node: ast.Return) -> tuple[tuple[str, ...], tuple[Value, ...]]:
         match node.value:
             case ast.Dict(keys=keys, values=values):
-                names = tuple(k.value for k in keys if isinstance(k, ast.Constant))
+                names = tuple(str(k.value) for k in keys if isinstance(k, ast.Constant))
                 nodes = values
             case ast.Tuple(elts=nodes):
                 names = ()

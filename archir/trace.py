@@ -7,7 +7,6 @@ number now (`if`, `float`, `np.asarray`, iteration …) is refused with the user
 
 from __future__ import annotations
 
-import keyword
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +17,18 @@ import numpy as np
 from archir import dims, source, types
 from archir.diagnostics import ArchirError, Loc, ShapeError, SpecError
 from archir.dims import Poly
-from archir.ir import Field, Function, Init, Module, Op, Operand, Ref, Value, callees_first
+from archir.ir import (
+    Field,
+    Function,
+    Init,
+    Module,
+    Op,
+    Operand,
+    Ref,
+    Value,
+    callees_first,
+    identifier,
+)
 from archir.ops import infer_op, lookup
 from archir.text import print_function
 from archir.types import Tensor, Type
@@ -50,7 +60,7 @@ class Builder:
     """One function while it is traced."""
 
     def __init__(self, program: Program, name: str, loc: Loc | None) -> None:
-        self.program, self.name, self.loc = program, name, loc
+        self.program, self.name, self.loc = program, identifier(name), loc
         self.inputs: list[Value] = []
         self.fields: list[Field] = []
         self.ops: list[Op] = []
@@ -59,10 +69,7 @@ class Builder:
 
     def fresh(self, hint: str) -> str:
         """A name not used in this function: `x`, `x_1`, …"""
-        name = "".join(c if c.isalnum() or c == "_" else "_" for c in hint) or "x"
-        name = f"_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
-        if name in types.DTYPES or name in ("inf", "list", "sequence", "ceildiv"):
-            name += "_"
+        name = identifier(hint)
         count = self._taken.get(name)
         self._taken[name] = 0 if count is None else count + 1
         if count is None:
@@ -355,13 +362,13 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
             "build a new value (ar.where, ar.concat)",
         )
 
-    def _in_place(self, other: Any) -> NoReturn:
+    def _in_place(self, other: Any) -> NoReturn:  # noqa: ARG002
         _refuse(
             f"{self.value.name} is changed in place by an operator such as +=", "write x = x + y"
         )
 
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __imatmul__ = __ipow__ = _in_place
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 def _known() -> str:
@@ -377,7 +384,7 @@ def _tensor(x: Traced) -> Tensor:
 def _reduce(kind: str, x: Traced, axis: Any, keepdims: bool) -> Traced:
     axes = tuple(range(x.ndim)) if axis is None else axis
     axes = (axes,) if isinstance(axes, int) else tuple(axes)
-    extra = {"keepdims": True} if keepdims else {}
+    extra: dict[str, Any] = {"keepdims": True} if keepdims else {}
     return emit(kind, x, axes=tuple(a % x.ndim for a in axes if x.ndim), **extra)
 
 

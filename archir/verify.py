@@ -1,8 +1,8 @@
 """The laws of the IR, checked after every pass.
 
 A module has one entry; names are defined once and before use; functions come callees first; every
-result has the type its op infers; a field is stored at most once and a state read at most once; every
-symbol of a signature stands bare in an input or a field (D3); a scope is entered once per run.
+result has the type its op infers; a field is stored at most once and a state read at most once;
+every symbol of a signature stands bare in an input or a field (D3); a scope is entered once.
 What may no longer exist at a stage is checked when a stage is given.
 """
 

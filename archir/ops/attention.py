@@ -120,8 +120,11 @@ def _infer_rotary(site: Site) -> tuple[Type, ...]:
     samples=(Sample(("f[B, T, 2, 8]", "i64[B, T]"), {"theta": 10000.0}),),
     invalid=(Sample(("f[B, T, 2, 7]", "i64[B, T]"), {"theta": 1e4}, "head size 7 is odd"),),
 )
-def rotary(x: Any, positions: Any, *, theta: float) -> Any:
-    """Turns the pairs (x_i, x_{i+D/2}) by p · θ^(−2i/D) (Su et al. 2021; halves, as in Llama)."""
+def rotary(x: Any, positions: Any, seq: Rows | None = None, *, theta: float) -> Any:
+    """Turns the pairs (x_i, x_{i+D/2}) by p · θ^(−2i/D) (Su et al. 2021; halves, as in Llama).
+
+    The sequence only serves to memoise the tables of cosines and sines.
+    """
     angles = rotary_angles(positions, x.shape[-1], theta)[:, :, None, :]
     cos, sin = np.cos(angles).astype(x.dtype), np.sin(angles).astype(x.dtype)
     a, b = np.split(x, 2, axis=-1)

@@ -184,7 +184,7 @@ _ACCEPTS = {
     "g": types.is_float,
     "i": lambda dtype: dtype in ("i32", "i64"),
     "bool": lambda dtype: dtype == "bool",
-    "any": lambda dtype: True,
+    "any": lambda _: True,
 }
 
 

@@ -32,12 +32,13 @@ def match_signature(site: Site, function: Function, given: list[Type]) -> dict[s
 
 def _infer_call(site: Site) -> tuple[Type, ...]:
     function = site.function("callee")
-    binding = match_signature(site, function, [t for t in site.operands if not _number(t)])
+    binding = match_signature(site, function, _operands(site))
     return tuple(types.substitute(v.type, binding) for v in function.outputs)
 
 
-def _number(found: Any) -> bool:
-    return isinstance(found, int | float)
+def _operands(site: Site) -> list[Type]:
+    """The operand types; `infer_op` has refused numbers."""
+    return [found for found in site.operands if not isinstance(found, int | float)]
 
 
 @op("control", infer=_infer_call)
@@ -48,16 +49,12 @@ def call(*operands: Any, callee: Callable[..., Any], scope: str) -> Any:
 
 def _infer_scan(site: Site) -> tuple[Type, ...]:
     body, carry, xs = site.function("body"), site.attrs["carry"], site.attrs["xs"]
-    given: list[Type] = []
+    given = _operands(site)
     lengths = []
-    for index in range(len(site.operands)):
-        found = site.operands[index]
-        assert not isinstance(found, int | float)
-        if carry <= index < carry + xs:
-            tensor = site.tensor(index)
-            lengths.append(tensor.shape[0])
-            found = Tensor(tensor.dtype, tensor.shape[1:])
-        given.append(found)
+    for index in range(carry, carry + xs):
+        tensor = site.tensor(index)
+        lengths.append(tensor.shape[0])
+        given[index] = Tensor(tensor.dtype, tensor.shape[1:])
     if len({str(n) for n in lengths}) != 1:
         raise site.fail(f"the scanned operands have {lengths} steps", next="make them equal")
     binding = match_signature(site, body, given)
@@ -88,12 +85,12 @@ def scan(*operands: Any, body: Callable[..., Any], carry: int, xs: int) -> Any:
         got = got if isinstance(got, tuple) else (got,)
         carried = list(got[:carry])
         stacked.append(list(got[carry:]))
-    results = (*carried, *(np.stack(ys) for ys in zip(*stacked, strict=True)))
-    return results if len(results) > 1 else results[0]
+    results: tuple[Any, ...] = (*carried, *(np.stack(ys) for ys in zip(*stacked, strict=True)))
+    return results[0] if len(results) == 1 else results
 
 
 def _infer_by_length(site: Site) -> tuple[Type, ...]:
-    given = [t for t in site.operands if not _number(t)]
+    given = _operands(site)
     short, long = site.function("short"), site.function("long")
     found = [
         tuple(types.substitute(v.type, match_signature(site, f, given)) for v in f.outputs)

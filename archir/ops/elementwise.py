@@ -1,4 +1,4 @@
-"""Elementwise ops: one table row each. Operands broadcast as in NumPy; numbers may stand as operands.
+"""Elementwise ops: one table row each. Operands broadcast as in NumPy, and may be numbers.
 
 The result has the widest dtype of the operands (`f` and `F` give `F`; the pass `precision` makes
 that cast explicit). Comparisons give bool.

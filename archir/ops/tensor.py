@@ -1,4 +1,4 @@
-"""Tensor ops: linear, einsum, layout and reduction. No arithmetic of its own but sums of products."""
+"""Tensor ops: linear, einsum, layout and reduction."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def _infer_split(site: Site) -> tuple[Type, ...]:
 )
 def split(x: Any, *, sizes: tuple[int, ...], axis: int) -> Any:
     """Pieces of the given sizes along an axis."""
-    pieces = tuple(np.split(x, np.cumsum(sizes)[:-1], axis=axis))
-    return pieces if len(pieces) > 1 else pieces[0]
+    pieces: tuple[Any, ...] = tuple(np.split(x, np.cumsum(sizes)[:-1], axis=axis))
+    return pieces[0] if len(pieces) == 1 else pieces
 
 
 def _infer_concat(site: Site) -> tuple[Type, ...]:
@@ -259,7 +259,7 @@ def _infer_cast(site: Site) -> tuple[Type, ...]:
 
 @op("tensor", infer=_infer_cast, samples=(Sample(("f[B, 8]",), {"dtype": "F"}),))
 def cast(x: Any, *, dtype: str) -> Any:
-    """The same numbers in another dtype; the interpreter rounds results, so this is the identity."""
+    """The same numbers in another dtype; the interpreter rounds every result, casts too."""
     if dtype in ("i32", "i64"):
         return x.astype(np.int64)
     return x.astype(bool) if dtype == "bool" else x

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from archir import ir
+from archir import ir, types
 from archir.diagnostics import PassError, UnsupportedError
 from archir.ir import Function, Module, Op, Ref, Value
 from archir.ops import lookup
@@ -36,17 +36,17 @@ def head(module: Module, kind: str = "all") -> Module:
             loc=entry.loc,
             next="end the spec with ar.logits(x, table)",
         )
-    tail = _tail(entry, found[0])
+    tail, scores = _tail(entry, found[0])
     functions = {f.name: f for f in module.functions}
     if kind == "last":
         functions[entry.name] = _last(entry, found[0], functions)
     else:
-        functions |= _loss(entry, found[0], tail, functions)
+        functions |= _loss(entry, found[0], tail, scores, functions)
     return Module(ir.callees_first(functions, entry.name))
 
 
-def _tail(entry: Function, logits: Op) -> list[Op]:
-    """The elementwise ops between the logits and the outputs."""
+def _tail(entry: Function, logits: Op) -> tuple[list[Op], Value]:
+    """The elementwise ops between the logits and the output they end in, and that output."""
     inside = {logits.result}
     tail = []
     for op in entry.ops:
@@ -61,48 +61,50 @@ def _tail(entry: Function, logits: Op) -> list[Op]:
             )
         tail.append(op)
         inside |= set(op.results)
-    return tail
+    scores = [v for v in entry.outputs if v in inside]
+    if len(scores) != 1:
+        raise PassError(
+            f"{entry.name} returns {len(scores)} values made from its logits, a head needs one",
+            code="head-logits",
+            loc=logits.loc,
+            next="return the scores once, or ask for head='all'",
+        )
+    return tail, scores[0]
 
 
 def _last(entry: Function, logits: Op, functions: dict[str, Function]) -> Function:
     new = Rewriter(entry, functions)
     new.keep_signature()
-    seq = next((op.result for op in entry.ops if op.kind == "dense"), None)
+    made = next((op.result for op in entry.ops if op.kind == "dense"), None)
     for op in entry.ops:
         if op is logits:
-            x, w = (new[v] for v in op.operands)
-            rest = (new.value(seq),) if seq else ()
-            new.copy(op, (new.emit("last", x, *rest, loc=op.loc), w))
+            x, w = (new.value(v) for v in op.values)
+            seq = new.value(made) if made else new.emit("dense", x, hint="seq", loc=op.loc)
+            new.copy(op, (new.emit("last", x, seq, loc=op.loc), w))
         else:
             new.copy(op)
     return new.finish()
 
 
 def _loss(
-    entry: Function, logits: Op, tail: list[Op], functions: dict[str, Function]
+    entry: Function, logits: Op, tail: list[Op], scores: Value, functions: dict[str, Function]
 ) -> dict[str, Function]:
     made = dict(functions)
     attrs = {}
     if tail:
-        scalar = {logits.result: Value("z", Tensor("F"))}
-        ops = []
-        for op in tail:
-            scalar[op.result] = Value(op.result.name, Tensor("F"), op.loc)
-            operands = tuple(scalar[x] if isinstance(x, Value) else x for x in op.operands)
-            ops.append(replace(op, operands=operands, results=(scalar[op.result],)))
-        outputs = (scalar[tail[-1].result],)
-        fn = Function("head_tail", (scalar[logits.result],), (), tuple(ops), outputs, "pointwise")
-        made["head_tail"] = fn
+        made["head_tail"] = _scalars(logits, tail, scores)
         attrs["tail"] = Ref("head_tail")
     new = Rewriter(entry, made)
     new.keep_signature()
     shape = logits.values[0].type
     assert isinstance(shape, Tensor)
     targets = new.input("targets", Tensor("i64", shape.shape[:2]))
+    outputs: tuple[Value, ...] = ()
     for op in entry.ops:
         if op is logits:
             x, w = (new[v] for v in op.operands)
             loss = new.emit("cross_entropy", x, w, targets, hint="loss", loc=op.loc, **attrs)
+            outputs = (loss,)
         elif op not in tail:
             new.copy(op)
     made[entry.name] = replace(
@@ -110,7 +112,23 @@ def _loss(
         inputs=tuple(new.inputs),
         fields=tuple(new.fields),
         ops=tuple(new.ops),
-        outputs=(loss,),
+        outputs=outputs,
         names=("loss",),
     )
     return made
+
+
+def _scalars(logits: Op, tail: list[Op], scores: Value) -> Function:
+    """The tail as a function of one score."""
+    new = {logits.result: Value(logits.result.name, Tensor("F"), logits.loc)}
+    ops = []
+    for op in tail:
+        was = op.result.type
+        assert isinstance(was, Tensor)
+        new[op.result] = replace(
+            op.result, type=Tensor("F" if types.is_float(was.dtype) else was.dtype)
+        )
+        operands = tuple(new[x] if isinstance(x, Value) else x for x in op.operands)
+        ops.append(replace(op, operands=operands, results=(new[op.result],)))
+    inputs = (new[logits.result],)
+    return Function("head_tail", inputs, (), tuple(ops), (new[scores],), "pointwise")

@@ -3,10 +3,10 @@
     g: F[…] = mul(a_log_F, z_f)                      (f = bf16)
   → z_1: f32[…] = cast(z, dtype="f32");  g: f32[…] = mul(a_log, z_1)
 
-Mixed operands of elementwise ops meet in the widest dtype. State updates run in max(float32, dtype):
-their operands are cast, and for an operand with a bounded domain (a decay, a strength) the cast moves
-back through the elementwise ops that made it. `param_dtype` and `state_dtype` change what is stored,
-with a cast where it is read or written (D10).
+Mixed operands of elementwise ops meet in the widest dtype. State updates run in max(float32,
+dtype): their operands are cast, and for an operand with a bounded domain (a decay, a strength) the
+cast moves back through the elementwise ops that made it. `param_dtype` and `state_dtype` change
+what is stored, with a cast where it is read or written (D10).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Precision(Rewriter):
             self.fields.append(replace(field, value=value))
             self.values[field.value] = value
             if kept != computed and isinstance(computed, Tensor):
-                self.values[field.value] = self.to(value, computed.dtype)
+                self.values[field.value] = self.cast(value, computed.dtype)
         for op in self.old.ops:
             self._op(op)
         return self.finish()
@@ -88,8 +88,9 @@ class _Precision(Rewriter):
         """The value in a dtype: itself, or one cast made for all that ask."""
         if not isinstance(value, Value) or not isinstance(value.type, Tensor):
             return value
-        if value.type.dtype == dtype:
-            return value
+        return value if value.type.dtype == dtype else self.cast(value, dtype)
+
+    def cast(self, value: Value, dtype: str) -> Value:
         if (value, dtype) not in self.casts:
             made = self.emit("cast", value, dtype=dtype, hint=value.name, loc=value.loc)
             self.casts[value, dtype] = made

@@ -27,10 +27,11 @@ class Rewriter:
 
     def fresh(self, hint: str) -> str:
         """A name no value of the old or new function has."""
-        name, ordinal = hint, 0
+        base, ordinal = ir.identifier(hint), 0
+        name = base
         while name in self._taken:
             ordinal += 1
-            name = f"{hint}_{ordinal}"
+            name = f"{base}_{ordinal}"
         self._taken.add(name)
         return name
 
@@ -42,7 +43,7 @@ class Rewriter:
 
     def field(self, kind: str, path: str, type_: Type, /, **attrs: Any) -> Value:
         """A new field; its value."""
-        value = Value(self.fresh(path.replace(".", "_")), type_)
+        value = Value(self.fresh(path), type_)
         self.fields.append(Field(kind, path, value, attrs))
         return value
 
@@ -114,7 +115,7 @@ class Rewriter:
 
 
 def rewrite(module: Module, visit: Callable[[Rewriter, Op], bool]) -> Module:
-    """Rebuilds every function; `visit` handles an op and returns True, or False to have it copied."""
+    """Rebuilds every function; `visit` handles an op and says so, or has it copied."""
     functions: dict[str, Function] = {}
     for function in module.functions:
         new = Rewriter(function, functions)

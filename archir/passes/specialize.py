@@ -7,7 +7,8 @@
               store(k_1, path="attn.k");  store(v_1, path="attn.v")
 
     o = state_update(q, k, v, rule=r)
-  → full:     S = fill(shape=(R, H, K, V), value=0.0);  o, S_1 = state_update(q, k, v, S, seq, rule=r)
+  → full:     S = fill(shape=(R, H, K, V), value=0.0)
+              o, S_1 = state_update(q, k, v, S, seq, rule=r)
   → decode:   o, S_1 = state_update(q, k, v, attn_S, seq, rule=r);  store(S_1, path="attn.S")
 
 The entry makes the sequence once, `seq = dense(tokens, length)`; functions that need it take it as
@@ -28,7 +29,7 @@ from archir.types import Sequence, Tensor
 
 PHASES = ("full", "prefill", "decode")
 LAYOUTS = ("dense",)
-ORDERED = ("positions", "attention", "state_update", "last")
+ORDERED = ("positions", "rotary", "attention", "state_update", "last")
 
 
 def is_specialized(module: Module) -> bool:

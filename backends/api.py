@@ -1,0 +1,44 @@
+"""What a backend offers, and what it is given.
+
+A backend is an object under the entry point `archir.backends`. It turns lowered modules into source
+files for people, loads them, and builds the `nn.Module` tree they run on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from archir.compile import Request
+from archir.ir import Module, Op
+
+
+class Backend(Protocol):
+    """The interface of a backend."""
+
+    name: str
+
+    def supports(self, op: Op) -> str | None:
+        """None where the backend has an emission for the op, else the reason."""
+        ...
+
+    def emit_tree(self, module: Module, title: str) -> dict[str, str]:
+        """File name → source of the module tree of a traced module, and what it imports."""
+        ...
+
+    def emit_program(self, module: Module, traced: Module, title: str) -> str:
+        """The source of one lowered module: plain functions on the tree."""
+        ...
+
+    def load(self, folder: Path, name: str) -> ModuleType:
+        """Imports one emitted file as a real module."""
+        ...
+
+    def target(self) -> str:
+        """What the emitted code runs on, as part of the cache key: `cpu`, `sm_90`, …"""
+        ...
+
+    def build(self, request: Request) -> Any:
+        """An `nn.Module` with meta parameters that runs every phase."""
+        ...

@@ -1,0 +1,39 @@
+"""Sequences and attention: calls of the support file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from archir.ir import Op, Ref
+from backends.eager.ops.base import emits
+
+if TYPE_CHECKING:
+    from backends.eager.emit import Printer
+
+
+@emits("dense", "last", "steps", "unsteps")
+def sequence(p: Printer, op: Op) -> str:
+    return f"ar.{op.kind}({', '.join(p(x) for x in op.operands)})"
+
+
+@emits("advance")
+def advance(p: Printer, op: Op) -> str:
+    return f"{p(op.operands[0])}.lengths"
+
+
+@emits("positions")
+def positions(p: Printer, op: Op) -> str:
+    limit = f", limit={op.attrs['limit']}" if "limit" in op.attrs else ""
+    return f"ar.positions({', '.join(p(x) for x in op.operands)}{limit})"
+
+
+@emits("rotary")
+def rotary(p: Printer, op: Op) -> str:
+    return f"ar.rotary({', '.join(p(x) for x in op.operands)}, theta={op.attrs['theta']})"
+
+
+@emits("attention")
+def attention(p: Printer, op: Op) -> str:
+    named = {k: v for k, v in op.attrs.items() if k != "form"}
+    said = ", ".join(f"{k}={v.name if isinstance(v, Ref) else repr(v)}" for k, v in named.items())
+    return f"ar.attention({', '.join(p(x) for x in op.operands)}, {said})"

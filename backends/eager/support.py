@@ -1,0 +1,352 @@
+"""What emitted eager code calls beyond torch itself. A copy lies beside the emitted files.
+
+Letters: B batch, T tokens, R rows, P past, H heads, G key heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from archir.sequence import Rows
+
+# ------------------------------------------------------------------------------------ module tree
+
+
+class Block(nn.Module):
+    """One scope of the spec. Calling it runs a program on it, so hooks see every phase."""
+
+    def forward(self, program: Callable[..., Any], *args: Any) -> Any:
+        """program(self, *args)"""
+        return program(self, *args)
+
+
+class Scope(nn.Module):
+    """A namespace of parameters and modules; it is not called."""
+
+    def __init__(self, **members: Any) -> None:
+        super().__init__()
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises: a namespace computes nothing."""
+        raise RuntimeError(
+            f"{type(self).__name__} only holds parameters ({', '.join(self._parameters)}). "
+            "Shard, checkpoint or hook the block above it instead."
+        )
+
+
+class Float32(Scope):
+    """Parameters kept in float32 whatever the model's dtype; their first op runs in `forward`."""
+
+    def forward(self, use: Callable[[Any], Any]) -> Any:
+        """use(self)"""
+        return use(self)
+
+
+def parameter(*shape: int, device: Any = None, dtype: Any = None) -> nn.Parameter:
+    """An uninitialised parameter."""
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """float32, or the dtype where that is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def l2_norm(x: Tensor, eps: float) -> Tensor:
+    """x / √(Σ x² + ε) over the last axis, in float32 at least."""
+    y = x.to(wide(x.dtype))
+    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+# ----------------------------------------------------------------------------------- sequences
+
+
+def dense(x: Tensor, length: tuple[int, ...] | None = None) -> Rows:
+    """The sequence of a dense batch after `length[b]` tokens of past."""
+    if length is not None and len(length) != x.shape[0]:
+        raise ValueError(
+            f"{x.shape[0]} rows of tokens meet a state of {len(length)} rows: "
+            "decode with as many rows as the state was made with"
+        )
+    return Rows.dense(x.shape[0], x.shape[1], length)
+
+
+def positions(x: Tensor, seq: Rows, limit: int | None = None) -> Tensor:
+    """Absolute positions, i64[B, T]."""
+    if limit is not None and max(seq.lengths, default=0) > limit:
+        raise ValueError(f"{max(seq.lengths)} tokens do not fit the context of {limit}")
+    key = ("positions", x.device)
+    if key not in seq.memo:
+        if seq.uniform:
+            past = seq.past[0] if seq.past else 0
+            one = torch.arange(past, past + seq.length, device=x.device)
+            seq.memo[key] = one.expand(seq.batch, seq.length)
+        else:
+            seq.memo[key] = torch.from_numpy(seq.positions()).to(x.device)
+    return seq.memo[key]
+
+
+def last(x: Tensor, seq: Rows) -> Tensor:
+    """The last token of each row, [R, 1, …]."""
+    if seq.uniform:
+        return x[:, -1:]
+    flat = x.reshape(-1, *x.shape[2:])
+    return flat[[stop - 1 for stop in seq.stop]][:, None]
+
+
+def steps(x: Tensor, seq: Rows) -> Tensor:
+    """[B, T, …] → [T, R, …]."""
+    return x.transpose(0, 1)
+
+
+def unsteps(y: Tensor, like: Tensor, seq: Rows) -> Tensor:
+    """[T, R, …] → [B, T, …]."""
+    return y.transpose(0, 1)
+
+
+# --------------------------------------------------------------------------------------- state
+
+
+class Cache:
+    """A growing tensor [R, P, …] in storage that doubles, so that appending rarely copies.
+
+    `append` writes in place and returns a new handle on the same storage; with gradients it is
+    functional. `moves` and `copied` count reallocations and the bytes they copied.
+    """
+
+    __slots__ = ("copied", "length", "moves", "storage")
+
+    def __init__(self, storage: Tensor, length: int, moves: int = 0, copied: int = 0) -> None:
+        self.storage, self.length, self.moves, self.copied = storage, length, moves, copied
+
+    @property
+    def rows(self) -> Tensor:
+        """What has been appended, [R, length, …]; a view."""
+        return self.storage[:, : self.length]
+
+    def append(self, x: Tensor, seq: Rows) -> Cache:
+        """A handle with `x` [B, T, …] after what is there."""
+        need = self.length + x.shape[1]
+        if torch.is_grad_enabled() and (x.requires_grad or self.storage.requires_grad):
+            return Cache(torch.cat([self.rows, x], 1), need, self.moves, self.copied)
+        storage, moves, copied = self.storage, self.moves, self.copied
+        if need > storage.shape[1]:
+            room = max(need, 2 * storage.shape[1], 16)
+            storage = x.new_empty(x.shape[0], room, *x.shape[2:])
+            storage[:, : self.length] = self.rows
+            if self.length:
+                moves, copied = moves + 1, copied + self.rows.nbytes
+        storage[:, self.length : need] = x
+        return Cache(storage, need, moves, copied)
+
+    def clone(self) -> Cache:
+        """The same entries in storage of its own."""
+        return Cache(self.rows.clone(), self.length, self.moves, self.copied)
+
+
+# ------------------------------------------------------------------------------------ attention
+
+
+def rotary(x: Tensor, positions: Tensor, seq: Rows, theta: float) -> Tensor:
+    """Turns the pairs (x_i, x_{i+D/2}) by position · θ^(−2i/D); tables are made once per call."""
+    dtype = x.dtype if x.dtype == torch.float64 else torch.float32
+    key = ("rotary", id(positions), theta, x.shape[-1], dtype)
+    if key not in seq.memo:
+        size = x.shape[-1]
+        exponent = torch.arange(0, size, 2, dtype=torch.float64, device=x.device) / -size
+        angles = (positions[..., None] * theta**exponent)[:, :, None]
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        # `positions` is kept beside the tables, so that its id stays its own
+        seq.memo[key] = (torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), positions)
+    cos, sin, _ = seq.memo[key]
+    half = x.shape[-1] // 2
+    turned = torch.cat([x[..., half:], x[..., :half]], -1)
+    return (x * cos + turned * sin).to(x.dtype)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor | Cache,
+    v: Tensor | Cache,
+    seq: Rows,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    score: Callable[..., Tensor] | None = None,
+    mask: Callable[..., Tensor] | None = None,
+    keys: str = "tokens",
+) -> Tensor:
+    """softmax(scale · q kᵀ) v; q is [B, T, H, D], k and v [B, S, G, ·] with G dividing H.
+
+    A mask is materialised only where none of "no mask" and "causal square" says it.
+    """
+    k, v = (x.rows if isinstance(x, Cache) else x for x in (k, v))
+    n, m, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    if score is not None:
+        return _scored(q, k, v, seq, causal, window, scale, score, mask)
+    hidden = (causal and n > 1) or (window is not None and m > window) or mask is not None
+    square = causal and n == m and window is None and mask is None
+    if group > 1 and n == 1 and not hidden:
+        return _one_query(q, k, v, scale)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    seen = None if square or not hidden else _seen(q.device, n, m, seq, causal, window, mask)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, is_causal=square and n > 1, scale=scale, enable_gqa=group > 1
+    )
+    return out.transpose(1, 2)
+
+
+def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """One query per head and no mask: the heads of a group are the queries of one key head."""
+    b, _, heads, d = q.shape
+    folded = q.reshape(b, k.shape[2], heads // k.shape[2], d)
+    out = F.scaled_dot_product_attention(
+        folded, k.transpose(1, 2), v.transpose(1, 2), scale=scale
+    )
+    return out.reshape(b, 1, heads, v.shape[3])
+
+
+def _seen(
+    device: torch.device,
+    n: int,
+    m: int,
+    seq: Rows,
+    causal: bool,
+    window: int | None,
+    mask: Callable[..., Tensor] | None,
+) -> Tensor:
+    """bool[n, m]: which keys a query sees; made once per sequence and kind of attention."""
+    key = ("seen", n, m, causal, window, mask, device)
+    if key not in seq.memo:
+        i = torch.arange(m - n, m, device=device)[:, None]
+        j = torch.arange(m, device=device)[None, :]
+        seen = torch.ones(n, m, dtype=torch.bool, device=device)
+        if causal:
+            seen = seen & (j <= i)
+        if window is not None:
+            seen = seen & (j > i - window)
+        if mask is not None:
+            seen = seen & mask(i, j)
+        seq.memo[key] = seen
+    return seq.memo[key]
+
+
+def _scored(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq: Rows,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    score: Callable[..., Tensor],
+    mask: Callable[..., Tensor] | None,
+) -> Tensor:
+    """Attention whose scores a function changes: they are materialised, in float32 at least."""
+    n, m, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    w = wide(q.dtype)
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    s = torch.einsum("bihd,bjhd->bhij", q.to(w), k.to(w)) * scale
+    i = torch.arange(m - n, m, device=q.device)[:, None]
+    j = torch.arange(m, device=q.device)[None, :]
+    h = torch.arange(q.shape[2], device=q.device)[:, None, None]
+    s = score(s, i, j, h)
+    if causal or window is not None or mask is not None:
+        seen = _seen(q.device, n, m, seq, causal, window, mask)
+        s = torch.where(seen, s, -torch.inf)
+    # a query that sees nothing gives zero, as the meaning says
+    p = torch.softmax(s, -1).nan_to_num(0.0)
+    return torch.einsum("bhij,bjhd->bihd", p, v.to(w)).to(q.dtype)
+
+
+# ------------------------------------------------------------------------------------------ loss
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Σ cross entropy over chunks of tokens. Gradients are made in the forward pass, chunk by
+    chunk, so that no more than one chunk of scores is ever held."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, targets: Tensor, tail: Any, size: int) -> Tensor:
+        w32 = wide(x.dtype)
+        total = x.new_zeros((), dtype=w32)
+        needs = [bool(n) for n in ctx.needs_input_grad[:2]]
+        dx = torch.zeros_like(x) if needs[0] else None
+        dw = torch.zeros_like(w, dtype=w32) if needs[1] else None
+        for start in range(0, x.shape[0], size):
+            part = slice(start, start + size)
+            with torch.enable_grad():
+                xs = x[part].detach().requires_grad_(needs[0])
+                ws = w.detach().requires_grad_(needs[1])
+                z = F.linear(xs, ws).to(w32)
+                z = tail(z) if tail is not None else z
+                loss = F.cross_entropy(z, targets[part], reduction="sum")
+            wanted = [t for t, n in zip((xs, ws), needs, strict=True) if n]
+            made = iter(torch.autograd.grad(loss, wanted) if wanted else ())
+            if dx is not None:
+                dx[part] = next(made)
+            if dw is not None:
+                dw += next(made)
+            total += loss.detach()
+        ctx.save_for_backward(dx, dw.to(w.dtype) if dw is not None else None)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dx, dw = ctx.saved_tensors
+        return (
+            None if dx is None else dx * grad.to(dx.dtype),
+            None if dw is None else dw * grad.to(dw.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def cross_entropy(
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    tail: Callable[[Tensor], Tensor] | None = None,
+    chunk: int = 512,
+) -> Tensor:
+    """Mean of logsumexp(z) − z[target] over targets ≠ −100, z = tail(x wᵀ); 0 where there is none."""
+    keep = (targets != -100).reshape(-1)
+    x = x.reshape(-1, x.shape[-1])[keep]
+    total = _ChunkedLoss.apply(x, w, targets.reshape(-1)[keep], tail, chunk)
+    return total / max(1, x.shape[0])
+
+
+# -------------------------------------------------------------------------------------------- taps
+
+_taps: list[dict[str, Tensor]] = []
+
+
+def tap(module: nn.Module, name: str, x: Tensor) -> None:
+    """Hands an inner value to whoever records taps now."""
+    if _taps:
+        _taps[-1][f"{getattr(module, 'scope', '')}.{name}".lstrip(".")] = x
+
+
+def record_taps(into: Mapping[str, Tensor]) -> Any:
+    """Context manager: taps of the calls inside are collected in `into`."""
+    from contextlib import contextmanager
+
+    @contextmanager
+    def recording() -> Any:
+        _taps.append(into)  # type: ignore[arg-type]
+        try:
+            yield into
+        finally:
+            _taps.pop()
+
+    return recording()

@@ -1,0 +1,74 @@
+"""The folder of emitted files: named by what they depend on, written aside, then renamed.
+
+`ARCHIR_CACHE` names its parent; by default `~/.cache/archir`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+
+import archir
+import backends
+
+
+def root() -> Path:
+    """The parent of all cache folders."""
+    given = os.environ.get("ARCHIR_CACHE")
+    return Path(given) if given else Path.home() / ".cache" / "archir"
+
+
+@lru_cache
+def toolchain() -> str:
+    """A hash of archir's and the backends' own sources: a changed emitter means a new folder."""
+    digest = hashlib.sha256()
+    for package in (archir, backends):
+        assert package.__file__ is not None
+        for file in sorted(Path(package.__file__).parent.rglob("*")):
+            if file.suffix in (".py", ".jinja"):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def folder(name: str, *parts: str) -> Path:
+    """The cache folder of a model: `<name>-<hash of parts and toolchain>`."""
+    digest = hashlib.sha256("\0".join([*parts, toolchain()]).encode()).hexdigest()[:16]
+    return root() / f"{name}-{digest}"
+
+
+def write(place: Path, files: dict[str, str]) -> list[Path]:
+    """Writes files into a folder, each aside and then renamed; equal ones stay untouched."""
+    paths = []
+    for name, text in files.items():
+        path = place / name
+        paths.append(path)
+        if path.is_file() and path.read_text() == text:
+            continue
+        place.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(dir=place, prefix=f".{name}.")
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(aside, path)
+    return paths
+
+
+def load(place: Path, name: str) -> ModuleType:
+    """Imports `name.py` of a cache folder as a module of a package named after the folder."""
+    package = "archir_" + "".join(c if c.isalnum() else "_" for c in str(place.name))
+    if package not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            package, place / "__init__.py", submodule_search_locations=[str(place)]
+        )
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[package] = module
+        spec.loader.exec_module(module)
+    importlib.invalidate_caches()
+    return importlib.import_module(f"{package}.{name}")

@@ -1,0 +1,337 @@
+"""What every compiled model offers, whatever backend emitted its code.
+
+The root of the emitted module tree is mixed with `Model`. Every phase goes through `__call__`, so
+that hooks, sharding and checkpointing see it; programs are lowered and emitted at first use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from archir import ir
+from archir.check.inputs import vocabulary
+from archir.compile import Request
+from archir.diagnostics import MismatchError, UnsupportedError
+from archir.draw import draw
+from archir.ir import Module
+from archir.layout import Layout, check_total, tensor
+from archir.pipeline import Options, lower
+from archir.types import Tensor
+from backends.runtime import state as states
+from backends.runtime.state import DTYPES, State
+
+
+class Model(nn.Module):
+    """A compiled model. Parameters are on `meta` until `init_weights` or `load_weights`."""
+
+    _request: Request
+    _backend: Any
+    _folder: Path
+
+    def _attach(self, request: Request, backend: Any, folder: Path, support: Any) -> None:
+        self._request, self._backend, self._folder = request, backend, folder
+        self._support = support
+        self._programs: dict[tuple[str, str], Callable[..., Any]] = {}
+        self._lowered: dict[tuple[str, str], Module] = {}
+        self._materialised = False
+        self._limit = _limit(request.module)
+        self._vocabulary = vocabulary(request.module)
+        for path, module in self.named_modules():
+            module.scope = path  # type: ignore[assignment]
+
+    # ---- running
+
+    def forward(
+        self,
+        tokens: Any,
+        *inputs: Any,
+        lengths: Any = None,
+        padding: str = "right",
+        cu_seqlens: Any = None,
+        phase: str = "full",
+        head: str = "all",
+        state: State | None = None,
+    ) -> Any:
+        """Logits [B, T, vocab] of tokens [B, T], or what `phase` and `head` ask for."""
+        if lengths is not None or cu_seqlens is not None or padding != "right":
+            raise UnsupportedError(
+                "lengths=, padding= and cu_seqlens= are not built yet: rows must be equally long",
+                code="layout",
+                next="batch rows of equal length",
+            )
+        self._check_ready()
+        x = self._input(tokens)
+        if phase == "full":
+            self._check_context(x.shape[1], ())
+            return self.program("full", head)(self, x, *inputs)
+        if state is None:
+            state = self.empty_state(x.shape[0])
+        state.check(self)
+        if len(state.lengths) != x.shape[0]:
+            raise MismatchError(
+                f"{x.shape[0]} rows of tokens meet a state of {len(state.lengths)} rows",
+                code="state-rows",
+                next="decode with as many rows as the state was made with",
+            )
+        self._check_context(x.shape[1], state.lengths)
+        run = self.program(phase, head)
+        entries = state.take()
+        made = run(self, x, *inputs, entries)
+        return made, State(entries, self)
+
+    def prefill(
+        self, tokens: Any, state: State | None = None, *, logits: str = "last", **layout: Any
+    ) -> tuple[Any, State]:
+        """(logits, state) after tokens [B, T]; logits of the "last" token [B, 1, vocab] or "all"."""
+        return self(tokens, phase="prefill", head=logits, state=state, **layout)
+
+    def decode(self, tokens: Any, state: State, **layout: Any) -> tuple[Any, State]:
+        """(logits [B, n, vocab], state) after n more tokens per row; consumes `state`."""
+        return self(tokens, phase="decode", head="all", state=state, **layout)
+
+    def loss(self, tokens: Any, targets: Any, **layout: Any) -> torch.Tensor:
+        """Mean cross entropy in float32; `targets` are already shifted, −100 is ignored."""
+        return self(tokens, self._input(targets), head="loss", **layout)
+
+    def stream(
+        self,
+        ids: Sequence[int],
+        n: int,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[int] = (),
+    ) -> Iterator[int]:
+        """Up to n new token ids, one by one; greedy at temperature 0, ends after an id of `stop`."""
+        generator = torch.Generator().manual_seed(seed) if seed is not None else None
+        with torch.inference_mode():
+            logits, state = self.prefill([list(ids)])
+            for index in range(n):
+                token = _sample(logits[0, -1], temperature, top_p, generator)
+                yield token
+                if token in stop or index + 1 == n:
+                    return
+                logits, state = self.decode([[token]], state)
+
+    def generate(self, tokens: Any, n: int, **options: Any) -> torch.Tensor:
+        """Prompts [B, T] and up to n greedy or sampled new tokens, [B, T + n]."""
+        temperature, top_p = options.pop("temperature", 0.0), options.pop("top_p", 1.0)
+        seed = options.pop("seed", None)
+        if options:
+            raise UnsupportedError(f"generate does not know {sorted(options)}", code="generate")
+        generator = torch.Generator().manual_seed(seed) if seed is not None else None
+        found = self._input(tokens)
+        with torch.inference_mode():
+            logits, state = self.prefill(found)
+            for index in range(n):
+                new = [_sample(row[-1], temperature, top_p, generator) for row in logits]
+                step = torch.tensor(new, device=found.device)[:, None]
+                found = torch.cat([found, step], 1)
+                if index + 1 < n:
+                    logits, state = self.decode(step, state)
+        return found
+
+    def record_taps(self, into: dict[str, torch.Tensor]) -> Any:
+        """Context manager: inner values marked by `ar.tap` are collected in `into` by path."""
+        return self._support.record_taps(into)
+
+    # ---- programs
+
+    def lowered(self, phase: str = "full", head: str = "all") -> Module:
+        """The lowered module of a phase."""
+        key = (phase, head)
+        if key not in self._lowered:
+            o = self._request.options
+            self._lowered[key] = lower(
+                self._request.module, phase, o.layout, dtype=o.dtype, form=o.form, head=head,
+                param_dtype=o.param_dtype, state_dtype=o.state_dtype,
+            )  # fmt: skip
+        return self._lowered[key]
+
+    def program(self, phase: str = "full", head: str = "all") -> Callable[..., Any]:
+        """The emitted entry function of a phase."""
+        if (phase, head) not in self._programs:
+            self._programs[phase, head] = self._backend.program(self, phase, head)
+        return self._programs[phase, head]
+
+    @property
+    def files(self) -> list[Path]:
+        """The emitted files so far."""
+        return sorted(p for p in self._folder.glob("*.py") if not p.name.startswith("."))
+
+    def kernels(self) -> list[str]:
+        """What runs beyond torch calls; eager has no kernels of its own."""
+        return list(self._backend.kernels(self))
+
+    def empty_state(self, rows: int) -> State:
+        """The state of `rows` rows before any token."""
+        entries = states.empty(self.lowered("prefill", "last"), rows, self.device, self._support)
+        entries.setdefault("length", (0,) * rows)
+        return State(entries, self)
+
+    # ---- weights
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are, or will be."""
+        first = next(self.parameters(), None)
+        if first is None or first.is_meta:
+            return torch.device(self._request.device)
+        return first.device
+
+    @property
+    def config(self) -> Any:
+        """The config this model was compiled for."""
+        return self._request.config
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Weights and buffers by the spec's names."""
+        found = [*self.named_parameters(), *self.named_buffers()]
+        return {name.replace(".float32.", ".").removeprefix("float32."): x for name, x in found}
+
+    def init_weights(self, seed: int = 0) -> Model:
+        """Draws every weight from (seed, name), whatever the device (D18). Returns the model."""
+        self._materialise()
+        module = self._request.module
+        with torch.no_grad():
+            made = self.tensors()
+            for path, field in (ir.fields(module, "weight") | ir.fields(module, "buffer")).items():
+                target = made[path]
+                values = draw(path, seed, field.attrs["init"], tuple(target.shape))
+                target.copy_(torch.from_numpy(values))
+        return self
+
+    def load_weights(
+        self, path: str | Path, progress: Callable[[int, int], None] | None = None
+    ) -> Model:
+        """Loads published weights: a Hugging Face folder, `.safetensors` or `.gguf`. Returns self."""
+        from backends.runtime import weights
+
+        checkpoint = weights.open_checkpoint(path)
+        self._check_config(checkpoint.config, str(path))
+        names = self.names(checkpoint.convention)
+        self._materialise()
+        weights.load(checkpoint, self.tensors(), names, self._request.spec.ignore, progress)
+        return self
+
+    def save_weights(self, folder: str | Path) -> None:
+        """Writes published names and shapes, `config.json`, and the IR text."""
+        from backends.runtime import weights
+
+        self._check_ready()
+        spec = self._request.spec
+        config = spec.from_hf.publish(self.config) if spec.from_hf else {}
+        weights.save(
+            folder, self.tensors(), self.names("hf"), config, str(self._request.module)
+        )
+
+    def names(self, convention: str) -> Mapping[str, Layout]:
+        """Weight → published layout; a spec without names publishes its own."""
+        spec, shapes = self._request.spec, {n: tuple(x.shape) for n, x in self.tensors().items()}
+        if not spec.names:
+            return {name: tensor(name) for name in shapes}
+        if convention not in spec.names:
+            raise UnsupportedError(
+                f"spec {spec.name} has no names for the convention {convention!r}",
+                code="names-convention",
+                facts=[f"it has: {', '.join(spec.names)}"],
+                next=f"give @ar.spec(…, names={{{convention!r}: …}})",
+            )
+        names = spec.names[convention](self.config)
+        check_total(shapes, names, convention)
+        return names
+
+    def _check_config(self, found: Mapping[str, Any], path: str) -> None:
+        spec = self._request.spec
+        if not found or spec.from_hf is None:
+            return
+        theirs = spec.from_hf.config(spec.config_class, found)
+        facts = [
+            f"{name}: {value!r} in the file, {getattr(self.config, name)!r} in the model"
+            for name, value in vars(theirs).items()
+            if not _same(value, getattr(self.config, name))
+        ]
+        if facts:
+            raise MismatchError(
+                f"{path} was made for another config than this {spec.name}",
+                code="config-mismatch",
+                facts=facts,
+                next="compile with config=… of the checkpoint, or take another preset",
+            )
+
+    def _materialise(self) -> None:
+        if any(p.is_meta for p in self.parameters()):
+            self.to_empty(device=self._request.device)
+
+    # ---- checks
+
+    def _check_ready(self) -> None:
+        if self._materialised:
+            return
+        empty = [n for n, x in self.tensors().items() if x.is_meta]
+        if empty:
+            raise MismatchError(
+                f"{len(empty)} parameters have no values yet, {empty[0]!r} among them",
+                code="weights-uninitialised",
+                next="call model.init_weights(seed) or model.load_weights(path) first",
+            )
+        self._materialised = True
+
+    def _check_context(self, new: int, past: tuple[int, ...]) -> None:
+        total = new + max(past, default=0)
+        if self._limit is not None and total > self._limit:
+            raise MismatchError(
+                f"{total} tokens do not fit the context of {self._limit}",
+                code="context-exceeded",
+                facts=[f"{new} new tokens after {max(past, default=0)} of past"],
+                next=f"shorten the prompt to {self._limit} tokens, or use a longer context",
+            )
+
+    def _input(self, tokens: Any) -> torch.Tensor:
+        x = tokens if isinstance(tokens, torch.Tensor) else torch.as_tensor(tokens)
+        if x.is_floating_point():
+            return x.to(self.device)
+        if x.ndim != 2:
+            raise MismatchError(
+                f"tokens have shape {list(x.shape)}, a batch of rows [B, T] is needed",
+                code="tokens-shape",
+                next="write tokens[None] for a single row",
+            )
+        return x.to(self.device, torch.int64)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, int | float):
+        return math.isclose(a, b, rel_tol=1e-6)
+    return a == b
+
+
+def _limit(module: Module) -> int | None:
+    limits = [
+        op.attrs["limit"] for f in module.functions for op in f.ops if op.attrs.get("limit")
+    ]
+    return min(limits, default=None)
+
+
+def _sample(
+    logits: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator | None
+) -> int:
+    """One token id: the largest score at temperature 0, else a draw from the top-p nucleus."""
+    if temperature <= 0:
+        return int(logits.argmax())
+    p = torch.softmax(logits.double().cpu() / temperature, -1)
+    if top_p < 1:
+        sorted_p, order = p.sort(descending=True)
+        beyond = sorted_p.cumsum(-1) - sorted_p >= top_p
+        p = p.index_fill(0, order[beyond], 0.0)
+    return int(torch.multinomial(p, 1, generator=generator))
+
+
+__all__ = ["DTYPES", "Model", "Options", "Tensor"]
