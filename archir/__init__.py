@@ -7,6 +7,7 @@ model.init_weights(0)
 logits = model(tokens)
 """
 
+from archir.check import check
 from archir.compile import compile
 from archir.dsl import (
     attention,

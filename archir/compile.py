@@ -38,6 +38,35 @@ def find_backend(name: str) -> Any:
     return points[name].load()
 
 
+def request_for(
+    spec: Any,
+    preset: str | None = None,
+    config: Any = None,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    param_dtype: str | None = None,
+    state_dtype: str | None = None,
+    form: str = "auto",
+    default: str | None = None,
+) -> Request:
+    """What `compile` asks a backend to build; `default` is the preset where none is named."""
+    found = resolve(spec)
+    if isinstance(found, Rule):
+        raise SpecError(
+            f"{found.name} is a rule, not a model",
+            code="compile-rule",
+            next="use it in a block or a spec",
+        )
+    if isinstance(found, Block):
+        found = spec_of_block(found, config)
+    if preset is None and config is None and default in found.presets:
+        preset = default
+    chosen = found.configure(preset, config)
+    options = Options(dtype=dtype, param_dtype=param_dtype, state_dtype=state_dtype, form=form)
+    return Request(found.name, found.trace(chosen), chosen, found, options, device)
+
+
 def compile(
     spec: Any,
     preset: str | None = None,
@@ -56,18 +85,8 @@ def compile(
     default; `config` may be an instance, or a `config.json`).  dtype: of the computation;
     param_dtype and state_dtype: of what is stored, where they differ.  form: of recurrences.
     """
-    found = resolve(spec)
-    if isinstance(found, Rule):
-        raise SpecError(
-            f"{found.name} is a rule, not a model",
-            code="compile-rule",
-            next="use it in a block or a spec",
-        )
-    if isinstance(found, Block):
-        found = spec_of_block(found, config)
-    chosen = found.configure(preset, config)
-    options = Options(
-        dtype=dtype, param_dtype=param_dtype, state_dtype=state_dtype, form=form
-    )
-    request = Request(found.name, found.trace(chosen), chosen, found, options, device)
+    request = request_for(
+        spec, preset, config, device=device, dtype=dtype, param_dtype=param_dtype,
+        state_dtype=state_dtype, form=form,
+    )  # fmt: skip
     return find_backend(backend).build(request)

@@ -42,3 +42,7 @@ class Backend(Protocol):
     def build(self, request: Request) -> Any:
         """An `nn.Module` with meta parameters that runs every phase."""
         ...
+
+    def runner(self, request: Request) -> Any:
+        """The same model behind NumPy arrays (`backends.runtime.runner.Runner`)."""
+        ...

@@ -26,6 +26,12 @@ def vocabulary(module: Module) -> int:
     return min((s for s in sizes if isinstance(s, int)), default=16)
 
 
+def context(module: Module) -> int | None:
+    """The largest number of tokens of a row the module takes: the least limit of its positions."""
+    limits = [op.attrs["limit"] for f in module.functions for op in f.ops if "limit" in op.attrs]
+    return min(limits, default=None)
+
+
 def random_weights(module: Module, seed: int = 0, perturb: float = 0.1) -> dict[str, np.ndarray]:
     """Weights and buffers by path: their init plus noise, so that zeros and ones are tested too."""
     made = {}

@@ -1,0 +1,1 @@
+"""Random well-typed modules and the laws every module must obey."""

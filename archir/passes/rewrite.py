@@ -26,8 +26,10 @@ class Rewriter:
         self._taken |= {v.name for op in old.ops for v in op.results}
 
     def fresh(self, hint: str) -> str:
-        """A name no value of the old or new function has."""
+        """A name no value of the old or new function has: `q`, `q_1`, `q_2` for q, q, q_1."""
         base, ordinal = ir.identifier(hint), 0
+        stem, _, number = base.rpartition("_")
+        base = stem if number.isdigit() and stem in self._taken else base
         name = base
         while name in self._taken:
             ordinal += 1

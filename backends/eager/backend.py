@@ -21,6 +21,7 @@ from backends.eager.ops import EMIT, UNSUPPORTED
 from backends.eager.tree import class_name, emit_tree
 from backends.runtime import cache
 from backends.runtime.model import Model
+from backends.runtime.runner import Runner
 from backends.runtime.state import DTYPES
 
 
@@ -68,6 +69,10 @@ class Eager:
         model = made(device="meta", dtype=dtype)
         model._attach(request, self, folder, self.load(folder, "support"))
         return model
+
+    def runner(self, request: Request) -> Runner:
+        """A model behind NumPy arrays, for `archir.check`."""
+        return Runner(self.build(request))
 
     def program(self, model: Model, phase: str, head: str) -> Callable[..., Any]:
         """Emits, writes and loads one phase of a model; its entry function."""

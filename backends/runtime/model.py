@@ -15,16 +15,15 @@ import torch
 from torch import nn
 
 from archir import ir
-from archir.check.inputs import vocabulary
+from archir.check.inputs import context
 from archir.compile import Request
 from archir.diagnostics import MismatchError, UnsupportedError
 from archir.draw import draw
 from archir.ir import Module
 from archir.layout import Layout, check_total, tensor
-from archir.pipeline import Options, lower
-from archir.types import Tensor
+from archir.pipeline import lower
 from backends.runtime import state as states
-from backends.runtime.state import DTYPES, State
+from backends.runtime.state import State
 
 
 class Model(nn.Module):
@@ -40,8 +39,7 @@ class Model(nn.Module):
         self._programs: dict[tuple[str, str], Callable[..., Any]] = {}
         self._lowered: dict[tuple[str, str], Module] = {}
         self._materialised = False
-        self._limit = _limit(request.module)
-        self._vocabulary = vocabulary(request.module)
+        self._limit = context(request.module)
         for path, module in self.named_modules():
             module.scope = path  # type: ignore[assignment]
 
@@ -313,13 +311,6 @@ def _same(a: Any, b: Any) -> bool:
     return a == b
 
 
-def _limit(module: Module) -> int | None:
-    limits = [
-        op.attrs["limit"] for f in module.functions for op in f.ops if op.attrs.get("limit")
-    ]
-    return min(limits, default=None)
-
-
 def _sample(
     logits: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator | None
 ) -> int:
@@ -333,5 +324,3 @@ def _sample(
         p = p.index_fill(0, order[beyond], 0.0)
     return int(torch.multinomial(p, 1, generator=generator))
 
-
-__all__ = ["DTYPES", "Model", "Options", "Tensor"]

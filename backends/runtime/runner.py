@@ -1,0 +1,85 @@
+"""A model behind NumPy arrays: what `archir.check` runs, so that archir needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from backends.runtime.model import Model
+from backends.runtime.state import State
+
+
+class Runner:
+    """Loads arrays, runs phases, and gives arrays back (float64 of whatever the model computed)."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._state: State | None = None
+        entry = model._request.module.entry
+        self._names = entry.names or tuple(v.name for v in entry.outputs)
+
+    def load(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Fills every weight and buffer by the spec's name."""
+        self.model._materialise()
+        with torch.no_grad():
+            for name, target in self.model.tensors().items():
+                target.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
+
+    def full(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Outputs of the phase `full`."""
+        with torch.no_grad():
+            return self._outputs(self.model(*self._tensors(inputs)))
+
+    def reset(self, rows: int) -> None:
+        """Back to the empty state."""
+        self._state = self.model.empty_state(rows)
+
+    def advance(self, phase: str, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Outputs of more tokens after those seen since `reset`."""
+        with torch.no_grad():
+            made, self._state = self.model(
+                *self._tensors(inputs), phase=phase, head="all", state=self._state
+            )
+        return self._outputs(made)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """The entries of the state by path."""
+        assert self._state is not None
+        return {
+            path: x.detach().double().numpy()
+            for path, x in self._state.items()
+            if isinstance(x, torch.Tensor)
+        }
+
+    def gradient(
+        self, inputs: Sequence[np.ndarray], cotangent: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """d⟨cotangent, outputs⟩ / d weight for every weight."""
+        self.model.zero_grad()
+        made = self.model(*self._tensors(inputs))
+        outputs = made if isinstance(made, dict) else {self._names[0]: made}
+        total = sum(
+            (outputs[k] * torch.from_numpy(c).to(outputs[k].dtype)).sum()
+            for k, c in cotangent.items()
+        )
+        assert isinstance(total, torch.Tensor)
+        total.backward()
+        return {
+            name: np.zeros(x.shape) if x.grad is None else x.grad.double().numpy()
+            for name, x in self.model.tensors().items()
+        }
+
+    def _tensors(self, inputs: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        dtype = next(self.model.parameters()).dtype
+        made = [torch.from_numpy(np.ascontiguousarray(x)) for x in inputs]
+        return [x.to(dtype) if x.is_floating_point() else x for x in made]
+
+    def _outputs(self, made: Any) -> dict[str, np.ndarray]:
+        outputs = made if isinstance(made, dict) else {self._names[0]: made}
+        return {k: x.detach().double().numpy() for k, x in outputs.items()}
+
+
+
