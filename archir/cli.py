@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ from archir.compile import compile as compile_model
 from archir.compile import find_backend
 from archir.diagnostics import ArchirError, Loc, MismatchError, SpecError, UnsupportedError, nearest
 from archir.pipeline import STAGES, lower
-from archir.spec import Spec, builtin_names, resolve, trace
+from archir.spec import USER_MODULE, Spec, builtin_names, resolve, trace
 
 DTYPES = ("float32", "bfloat16", "float64")
 
@@ -61,18 +62,254 @@ def _fail(message: str) -> None:
 
 
 def _unexpected(error: Exception) -> str:
-    """An error nobody raised on purpose: a slip in the user's own file, or a bug of archir."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = Path(__file__).parent
-    users = [f for f in frames if ours not in Path(f.filename).parents and _is_users(f.filename)]
-    frame = (users or frames)[-1]
-    loc = Loc(frame.filename, frame.lineno or 1, frame.colno or 0, frame.end_colno)
+    """An error nobody raised on purpose: from the machine, the user's own file, or a bug."""
+    if isinstance(error, OSError):
+        return ArchirError(str(error), code="file").render()
     what = f"{type(error).__name__}: {error}"
-    if users:
-        return SpecError(what, code="python", loc=loc, next="correct this line").render()
-    step = "this is a bug of archir: report this command and this message"
+    users = {m.__file__ for name, m in sys.modules.items() if name.startswith(USER_MODULE)}
+    if isinstance(error, SyntaxError) and error.filename in users:
+        loc = Loc(error.filename or "", error.lineno or 1, (error.offset or 1) - 1)
+        return SpecError(error.msg, code="python", loc=loc).render()
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if frame.filename in users]
+    frame = (theirs or frames)[-1]
+    loc = Loc(frame.filename, frame.lineno or 1, frame.colno or 0, frame.end_colno)
+    if theirs:
+        return SpecError(what, code="python", loc=loc).render()
+    step = "this is a bug of archir: report the command and this message"
     return ArchirError(what, code="internal", loc=loc, next=step).render()
 
 
-def _is_users(file: str) -> bool:
-    return "site-packages" not in file and not file.startswith((sys.base_prefix, "<"))
+# ---------------------------------------------------------------------------------------- commands
+
+
+@app.command("list")
+def list_(as_json: Json = False) -> None:
+    """List the built-in specs and their presets."""
+    rows = []
+    for name in builtin_names():
+        spec = resolve(name)
+        first, *_ = (spec.doc if isinstance(spec, Spec) else "").split("\n")
+        presets = list(spec.presets) if isinstance(spec, Spec) else []
+        rows.append({"spec": name, "presets": presets, "what": first})
+    _print_rows("archir.list/1", rows, as_json)
+
+
+@app.command()
+def show(
+    spec: SpecArgument,
+    preset: Preset = None,
+    config: Config = None,
+    phase: Annotated[str | None, typer.Option(help="full, prefill or decode")] = None,
+    stage: Annotated[
+        str | None, typer.Option(help=f"after which pass: {', '.join(STAGES)}")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="for which backend")] = None,
+    dtype: Dtype = "float32",
+) -> None:
+    """Print the IR text of a spec: as traced, or, for a phase, as its backend gets it."""
+    module = trace(spec, preset, config)
+    stage = stage or ("trace" if phase is None and backend is None else STAGES[-1])
+    module = lower(module, phase or "full", backend=backend, stage=stage, dtype=_dtype(dtype))
+    _print_code(str(module))
+
+
+@app.command("compile")
+def compile_(
+    spec: SpecArgument,
+    preset: Preset = None,
+    config: Config = None,
+    backend: Annotated[str, typer.Option(help="what to emit")] = "eager",
+    dtype: Dtype = "float32",
+    out: Annotated[Path | None, typer.Option(help="copy the files to this folder")] = None,
+) -> None:
+    """Emit the code of every phase of a spec, and print where the files are."""
+    model = compile_model(spec, preset, config, backend=backend, dtype=_dtype(dtype))
+    for phase, head in (("full", "all"), ("prefill", "last"), ("decode", "all")):
+        model.program(phase, head)
+    for file in model.files:
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            file = Path(shutil.copy(file, out))
+        print(file)
+
+
+@app.command()
+def run(
+    spec: SpecArgument,
+    weights: Annotated[Path, typer.Option(help="a Hugging Face folder, .safetensors or .gguf")],
+    prompt: Annotated[str, typer.Option(help="the text to go on from")],
+    preset: Annotated[str | None, typer.Option(help="sizes by name; default: the file's")] = None,
+    config: Config = None,
+    n: Annotated[int, typer.Option("-n", min=1, help="how many tokens at most")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="draw from this share")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="of the draws")] = None,
+    backend: Annotated[str, typer.Option(help="what runs it")] = "eager",
+    dtype: Dtype = "float32",
+) -> None:
+    """Load published weights and write on from a prompt, token by token."""
+    dtype, found = _dtype(dtype), _resolve_spec(spec)
+    runtime = find_backend(backend)
+    chosen = _config_for(found, preset, config, weights, runtime.open_checkpoint(weights).config)
+    tokenizer = runtime.load_tokenizer(weights)
+    model = compile_model(found, config=chosen, backend=backend, dtype=dtype)
+    model.load_weights(weights)
+    ids = tokenizer.encode(prompt) or ([tokenizer.bos_id] if tokenizer.bos_id is not None else [])
+    if not ids:
+        raise MismatchError(
+            "the prompt is empty, and the model has no token that begins a text",
+            code="prompt-empty",
+            next="give a prompt of a character at least",
+        )
+    options = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    tokens = model.stream(ids, n, **options, stop=tokenizer.eos_ids)
+    sys.exit(_write(tokens, tokenizer, len(ids)))
+
+
+def _write(tokens: Iterable[int], tokenizer: Any, prompt: int) -> int:
+    """Streams text to stdout and the speed to stderr; the exit code."""
+    text, times, code, note = tokenizer.stream(), [time.perf_counter()], 0, ""
+    try:
+        for token in tokens:
+            times.append(time.perf_counter())
+            if token not in tokenizer.eos_ids:
+                print(text.put(token), end="", flush=True)
+    except KeyboardInterrupt:
+        code = 130
+    except MismatchError as error:
+        if error.code != "context-exceeded" or len(times) == 1:
+            raise
+        note = f"; {error.what}"
+    print(text.finish(), flush=True)
+    first, *rest = [b - a for a, b in pairwise(times)] or [0.0]
+    speed = f", then {len(rest) / sum(rest):.1f} tokens per second" if rest else ""
+    count = len(times) - 1
+    print(
+        f"{count} tokens after {prompt}: {first:.2f} s to the first{speed}{note}", file=sys.stderr
+    )
+    return code
+
+
+def _config_for(
+    spec: Spec, preset: str | None, config: Path | None, weights: Path, found: Mapping[str, Any]
+) -> Any:
+    """The checkpoint's config; one asked for by name must describe the same program."""
+    if preset is None and config is None:
+        if not found:
+            raise SpecError(
+                f"{weights} says nothing about its sizes: there is no config.json beside it",
+                code="config-file",
+                next="give --preset or --config",
+            )
+        return spec.configure(config=found)
+    asked = spec.configure(preset, config)
+    if found and spec.from_hf is not None:
+        name = f"preset {preset}" if config is None else str(config)
+        spec.check_same(asked, spec.configure(config=found), name, str(weights))
+    return asked
+
+
+@app.command()
+def check(
+    spec: SpecArgument,
+    backends: Annotated[str, typer.Option(help="by name, with commas between")] = "eager",
+    preset: Annotated[str | None, typer.Option(help="sizes by name; default: tiny")] = None,
+    config: Config = None,
+    dtype: Annotated[str, typer.Option(help="with commas between")] = ",".join(DTYPES),
+    seed: Annotated[int, typer.Option(help="of weights and inputs")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Compare every phase of the emitted code with NumPy; exit 1 where they differ."""
+    from archir.check import check as compare
+
+    found = resolve(spec)
+    if preset is None and config is None and isinstance(found, Spec) and "tiny" in found.presets:
+        preset = "tiny"
+    report = compare(
+        found,
+        preset=preset,
+        config=config,
+        backends=tuple(backends.split(",")),
+        dtypes=tuple(_dtype(name) for name in dtype.split(",")),
+        seed=seed,
+    )
+    _print_rows("archir.check/1", report.rows, as_json)
+    if not report.ok:
+        wrong = sum(not row["ok"] for row in report.rows)
+        print(f"{wrong} of {len(report.rows)} cells differ", file=sys.stderr)
+        sys.exit(1)
+
+
+@app.command()
+def cost(
+    spec: SpecArgument, preset: Preset = None, config: Config = None, as_json: Json = False
+) -> None:
+    """Count the parameters of a spec, by part."""
+    rows = [asdict(row) for row in costs.rows(trace(spec, preset, config))]
+    _print_rows(costs.SCHEMA, rows, as_json)
+
+
+# ----------------------------------------------------------------------------------------- helpers
+
+
+def _resolve_spec(given: str) -> Spec:
+    found = resolve(given)
+    if not isinstance(found, Spec):
+        raise SpecError(
+            f"{given} is a part of a model, and only a whole spec has published weights",
+            code="spec-needed",
+            next="name a function decorated with @ar.spec",
+        )
+    return found
+
+
+def _dtype(name: str) -> str:
+    if name not in DTYPES:
+        raise UnsupportedError(
+            f"there is no model dtype {name!r}", code="dtype", next=nearest(name, DTYPES)
+        )
+    return name
+
+
+def _print_rows(schema: str, rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    """Rows as JSON, or as a table: numbers to the right, text to the left."""
+    if as_json:
+        print(json.dumps({"schema": schema, "rows": list(rows)}, indent=2))
+        return
+    if not rows:
+        return
+    names = list(rows[0])
+    cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
+    right = [all(isinstance(row[name], int | float) for row in rows) for name in names]
+    for line in cells:
+        padded = [
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(line, widths, right, strict=True)
+        ]
+        print("  ".join(padded).rstrip())
+
+
+def _cell(value: Any) -> str:
+    match value:
+        case bool():
+            return "yes" if value else "NO"
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:.1e}"
+        case list() | tuple():
+            return ", ".join(str(item) for item in value)
+    return str(value)
+
+
+def _print_code(text: str) -> None:
+    """IR text: coloured on a terminal, else as it is."""
+    if not sys.stdout.isatty():
+        print(text, end="")
+        return
+    from rich.console import Console
+    from rich.syntax import Syntax
+
+    Console().print(Syntax(text, "python", background_color="default"))

@@ -119,6 +119,11 @@ class Function:
     attrs: Mapping[str, Any] = field(default_factory=dict)
     loc: Loc | None = None
 
+    def __str__(self) -> str:
+        from archir.text import print_function
+
+        return print_function(self)
+
     def field_of(self, path: str) -> Field | None:
         """The field at a relative path."""
         return next((f for f in self.fields if f.path == path), None)
@@ -154,6 +159,8 @@ class Module:
         from archir.text import print_module
 
         return print_module(self)
+
+    __repr__ = __str__
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Module):

@@ -25,7 +25,7 @@ from archir.passes.expand import expand
 from archir.passes.head import head
 from archir.passes.precision import precision
 from archir.passes.specialize import drop_taps, specialize
-from archir.types import Tensor, Type
+from archir.types import List, Tensor, Type
 from archir.verify import verify
 
 
@@ -115,13 +115,14 @@ def compare_phases(module: Module, length: int = 5) -> None:
     inputs, weights, _ = random_inputs(full, seed=0, sizes={"T": length})
     types = {v.name: v.type for v in full.entry.inputs}
     names = full.entry.names or tuple(v.name for v in full.entry.outputs)
-    by_token = [k for k, v in zip(names, full.entry.outputs, strict=True) if _has_tokens(v.type)]
+    pairs = zip(names, full.entry.outputs, strict=True)
+    by_token = [name for name, value in pairs if _token_axis(value.type) == 1]
     want, _ = interpret(full, inputs, weights)
     for cuts in ((0, length), (0, length // 2, length), range(length + 1)):
         pieces: list[dict[str, Any]] = []
         state = None
         for start, stop in itertools.pairwise(cuts):
-            given = {k: x[:, start:stop] if _has_tokens(types[k]) else x for k, x in inputs.items()}
+            given = {k: _tokens(x, types[k], start, stop) for k, x in inputs.items()}
             got, stored = interpret(step, given, weights, state)
             state = {path: stored[path] for path in fields(step, "state")}
             pieces.append(got)
@@ -130,8 +131,18 @@ def compare_phases(module: Module, length: int = 5) -> None:
             _require_equal(want[key], got, f"{key} read in pieces {list(cuts)} is not the whole")
 
 
-def _has_tokens(type_: Type) -> bool:
-    return isinstance(type_, Tensor) and type_.rank > 1 and bare(type_.shape[1]) == "T"
+def _token_axis(type_: Type) -> int | None:
+    """The axis of tokens of a type [B, T, …] or of a list of them, stacked."""
+    if isinstance(type_, List):
+        return 2 if _token_axis(type_.element) else None
+    by_token = isinstance(type_, Tensor) and type_.rank > 1 and bare(type_.shape[1]) == "T"
+    return 1 if by_token else None
+
+
+def _tokens(x: np.ndarray, type_: Type, start: int, stop: int) -> np.ndarray:
+    """The part of an input that holds tokens start … stop − 1; all of it where it holds none."""
+    axis = _token_axis(type_)
+    return x if axis is None else x[(slice(None),) * axis + (slice(start, stop),)]
 
 
 def _require_equal(a: Any, b: Any, what: str) -> None:

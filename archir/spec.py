@@ -9,6 +9,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from archir import source, types
-from archir.diagnostics import SpecError, UnsupportedError, nearest
+from archir.diagnostics import ArchirError, MismatchError, SpecError, UnsupportedError, nearest
 from archir.dsl import Block, config_sizes, is_config
 from archir.ir import Module
 from archir.recurrence import Rule
@@ -193,6 +194,39 @@ class Spec:
             inputs[label] = types.parse(text, config_sizes((config,)))
         return trace_entry(self.fn, self.name, inputs, {labels[-1]: config})
 
+    def check_same(self, ours: Any, theirs: Any, our_name: str, their_name: str) -> None:
+        """Raise MismatchError unless two configs make the same program.
+
+        A field counts where it changes the program: `head_dim=None` and what it stands for are the
+        same, and so are floats that one file keeps in float32.
+        """
+        facts = [
+            f"{f.name} = {a!r} in {our_name}, {b!r} in {their_name}"
+            for f in dataclasses.fields(ours)
+            for a, b in [(getattr(ours, f.name), getattr(theirs, f.name))]
+            if not _close(a, b) and self._changes(ours, f.name, b)
+        ]
+        if facts:
+            raise MismatchError(
+                f"{our_name} and {their_name} are different sizes of {self.name}",
+                code="config-mismatch",
+                facts=facts,
+                next="use the config of the weights, or the weights of this config",
+            )
+
+    def _changes(self, config: Any, name: str, value: Any) -> bool:
+        try:
+            other = self.trace(dataclasses.replace(config, **{name: value}))
+        except ArchirError:
+            return True
+        return other != self.trace(config)
+
+
+def _close(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, int | float):
+        return math.isclose(a, b, rel_tol=2**-23)
+    return a == b
+
 
 def _parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
     return fn.__code__.co_varnames[: fn.__code__.co_argcount]
@@ -249,6 +283,7 @@ def spec_of_block(block: Block, config: Any) -> Spec:
 # ------------------------------------------------------------------------------------------ finding
 
 GROUP = "archir.specs"
+USER_MODULE = "archir_user_"  # names of modules made from users' files begin so
 
 
 def builtin_names() -> list[str]:
@@ -283,7 +318,7 @@ def _from_file(given: str) -> Spec | Block | Rule:
     path = Path(file)
     if not path.is_file():
         raise SpecError(f"there is no file {file!r}", code="spec-file", next="check the path")
-    key = f"archir_user_{path.stem}"
+    key = f"{USER_MODULE}{path.stem}"
     place = importlib.util.spec_from_file_location(key, path.resolve())
     assert place is not None and place.loader is not None
     module = importlib.util.module_from_spec(place)

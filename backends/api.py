@@ -46,3 +46,11 @@ class Backend(Protocol):
     def runner(self, request: Request) -> Any:
         """The same model behind NumPy arrays (`backends.runtime.runner.Runner`)."""
         ...
+
+    def open_checkpoint(self, path: Path) -> Any:
+        """Published weights, not yet read: `config`, `convention`, `tensors` by name."""
+        ...
+
+    def load_tokenizer(self, path: Path) -> Any:
+        """The tokenizer that lies with published weights: `encode`, `stream`, `eos_ids`."""
+        ...

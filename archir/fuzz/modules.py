@@ -2,8 +2,11 @@
 
 A module grows function by function, a function op by op: a step picks values that are there, and an
 op it may do to them. Whether it may is asked of the op's own shape rule, so no rule is told twice.
-With `causal=True` no step mixes tokens of one row except attention and recurrence: then prefill and
-decode must equal the full forward.
+
+Kinds of modules:
+    any       every op and number
+    smooth    elementwise ops that do not blow up a rounding error, so results compare to 1e-12
+    causal    smooth, and only attention and recurrence mix tokens: prefill and decode equal full
 """
 
 from __future__ import annotations
@@ -23,6 +26,12 @@ from archir.ops import OPS, elementwise, infer_op
 from archir.passes.rewrite import Rewriter
 from archir.recurrence import Rule, recurrence
 from archir.types import List, Tensor, Type
+
+KINDS = ("any", "smooth", "causal")
+_SMOOTH = (
+    "abs", "add", "cos", "gelu_tanh", "maximum", "minimum", "mul", "neg", "relu", "sigmoid", "silu",
+    "sin", "softplus", "sub", "tanh",
+)  # fmt: skip
 
 B, T = symbol("B"), symbol("T")
 HEADS, WIDTH = 2, 8
@@ -55,9 +64,9 @@ RULES: tuple[Rule, ...] = (_delta, _ratio)
 class _Grow(Rewriter):
     """One function while it grows."""
 
-    def __init__(self, draw: Any, name: str, functions: dict[str, Function], causal: bool) -> None:
+    def __init__(self, draw: Any, name: str, functions: dict[str, Function], kind: str) -> None:
         super().__init__(Function(name, (), (), (), ()), functions)
-        self.draw, self.causal = draw, causal
+        self.draw, self.kind, self.causal = draw, kind, kind == "causal"
         self.available: list[Value] = []
         self.paths: set[str] = set()
         self.scopes = 0
@@ -130,14 +139,16 @@ _COUNTS = {kind: count for kind, count, _, _ in elementwise.TABLE}
 
 
 def _elementwise(g: _Grow) -> None:
-    kind = g.draw(st.sampled_from(sorted(_COUNTS)))
+    kind = g.draw(st.sampled_from(sorted(_COUNTS) if g.kind == "any" else _SMOOTH))
     logical = kind.startswith("logical")
     first = g.pick(lambda t: (t.dtype == "bool") == (logical or kind == "where"))
     operands: list[Any] = [first]
     for _ in range(_COUNTS[kind] - 1):
         other = g.pick(lambda t: (t.dtype == "bool") == logical)
         number = not logical and g.draw(st.booleans())
-        operands.append(g.draw(_NUMBER) if number else other)
+        operands.append(
+            g.draw(_NUMBER if g.kind == "any" else st.floats(-2, 2)) if number else other
+        )
     g.try_emit(kind, *operands)
 
 
@@ -227,7 +238,7 @@ def _recurrence(g: _Grow) -> None:
 
 def _pointwise(g: _Grow) -> None:
     name = f"scalar_{len(g.functions)}"
-    inner = _Grow(g.draw, name, g.functions, True)
+    inner = _Grow(g.draw, name, g.functions, g.kind)
     inner.take("a", Tensor("F"))
     inner.take("b", Tensor("F"))
     for _ in range(g.draw(st.integers(1, 3))):
@@ -244,7 +255,7 @@ def _loop(g: _Grow) -> None:
     if g.causal or x is None or not isinstance(x.type, Tensor):
         return
     name = f"body_{len(g.functions)}"
-    inner = _Grow(g.draw, name, g.functions, False)
+    inner = _Grow(g.draw, name, g.functions, g.kind)
     row = Tensor(x.type.dtype, x.type.shape[1:])
     a, b = inner.take("a", row), inner.take("b", row)
     total = inner.emit("add", a, b, hint="total")
@@ -307,8 +318,8 @@ STEPS = (
 # ------------------------------------------------------------------------------------ the modules
 
 
-def _block(draw: Any, name: str, functions: dict[str, Function], causal: bool) -> None:
-    g = _Grow(draw, name, functions, causal)
+def _block(draw: Any, name: str, functions: dict[str, Function], kind: str) -> None:
+    g = _Grow(draw, name, functions, kind)
     g.take("x", Tensor("f", (B, T, WIDTH)))
     if draw(st.booleans()):
         g.take("bank", List(symbol("N"), Tensor("f", (B, T, WIDTH))))
@@ -319,17 +330,17 @@ def _block(draw: Any, name: str, functions: dict[str, Function], causal: bool) -
 
 
 @st.composite
-def modules(draw: Any, causal: bool = False) -> Module:
+def modules(draw: Any, kind: str = "any") -> Module:
     """A verified module with an entry `model(tokens, …)`; see the top of this file."""
     functions: dict[str, Function] = {}
     for ordinal in range(draw(st.sampled_from([1, 2, 0]))):
-        _block(draw, f"block_{ordinal}", functions, causal)
-    g = _Grow(draw, "model", functions, causal)
+        _block(draw, f"block_{ordinal}", functions, kind)
+    g = _Grow(draw, "model", functions, kind)
     tokens = g.take("tokens", Tensor("i64", (B, T)))
     table = g.weight(16, WIDTH)
     g.try_emit("embedding", tokens, table)
     g.take("bank", List(draw(st.sampled_from([3, symbol("N")])), Tensor("f", (B, T, WIDTH))))
-    steps = STEPS if causal else (*STEPS, _sample, _sample)
+    steps = STEPS if g.causal else (*STEPS, _sample, _sample)
     for step in draw(st.lists(st.sampled_from(steps), min_size=3, max_size=10)):
         step(g)
     tensors = [v for v in g.available if isinstance(v.type, Tensor)]

@@ -19,7 +19,7 @@ from backends.eager import support
 from backends.eager.emit import emit_program
 from backends.eager.ops import EMIT, UNSUPPORTED
 from backends.eager.tree import class_name, emit_tree
-from backends.runtime import cache
+from backends.runtime import cache, weights
 from backends.runtime.model import Model
 from backends.runtime.runner import Runner
 from backends.runtime.state import DTYPES
@@ -84,6 +84,16 @@ class Eager:
             model._folder, {f"{name}.py": self.emit_program(module, request.module, title)}
         )
         return getattr(self.load(model._folder, name), module.entry.name)
+
+    def open_checkpoint(self, path: Path) -> weights.Checkpoint:
+        """Published weights, not yet read: their names, shapes and config."""
+        return weights.open_checkpoint(path)
+
+    def load_tokenizer(self, path: Path) -> Any:
+        """The tokenizer that lies with published weights."""
+        from backends.runtime.tokenizer import load_tokenizer
+
+        return load_tokenizer(path)
 
     def kernels(self, model: Model) -> Mapping[str, str]:
         """None: every op is a torch call."""

@@ -188,7 +188,8 @@ def attention(
 
     A mask is materialised only where none of "no mask" and "causal square" says it.
     """
-    k, v = (x.rows if isinstance(x, Cache) else x for x in (k, v))
+    k = k.rows if isinstance(k, Cache) else k
+    v = v.rows if isinstance(v, Cache) else v
     n, m, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     if score is not None:
         return _scored(q, k, v, seq, causal, window, scale, score, mask)

@@ -206,6 +206,29 @@ class Model(nn.Module):
                 target.copy_(torch.from_numpy(values))
         return self
 
+    def set_weights(self, weights: Mapping[str, Any]) -> Model:
+        """Copies tensors or arrays by the spec's names; every weight and buffer must be given."""
+        mine = self.tensors()
+        missing, extra = sorted(mine.keys() - weights.keys()), sorted(weights.keys() - mine.keys())
+        shaped = [
+            f"{n}: {list(mine[n].shape)} in the model, {list(weights[n].shape)} given"
+            for n in mine.keys() & weights.keys()
+            if tuple(mine[n].shape) != tuple(weights[n].shape)
+        ]
+        if missing or extra or shaped:
+            facts = [f"missing: {n}" for n in missing] + [f"unknown: {n}" for n in extra] + shaped
+            raise MismatchError(
+                "the weights given are not those of this model",
+                code="weights-mismatch",
+                facts=facts[:10],
+                next="model.tensors() lists names and shapes",
+            )
+        self._materialise()
+        with torch.no_grad():
+            for name, target in self.tensors().items():
+                target.copy_(torch.as_tensor(weights[name]))
+        return self
+
     def load_weights(
         self, path: str | Path, progress: Callable[[int, int], None] | None = None
     ) -> Model:

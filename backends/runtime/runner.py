@@ -23,10 +23,7 @@ class Runner:
 
     def load(self, weights: Mapping[str, np.ndarray]) -> None:
         """Fills every weight and buffer by the spec's name."""
-        self.model._materialise()
-        with torch.no_grad():
-            for name, target in self.model.tensors().items():
-                target.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
+        self.model.set_weights(weights)
 
     def full(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Outputs of the phase `full`."""
@@ -61,12 +58,10 @@ class Runner:
         self.model.zero_grad()
         made = self.model(*self._tensors(inputs))
         outputs = made if isinstance(made, dict) else {self._names[0]: made}
-        total = sum(
-            (outputs[k] * torch.from_numpy(c).to(outputs[k].dtype)).sum()
-            for k, c in cotangent.items()
+        torch.autograd.backward(
+            [outputs[k] for k in cotangent],
+            [torch.from_numpy(c).to(outputs[k].dtype) for k, c in cotangent.items()],
         )
-        assert isinstance(total, torch.Tensor)
-        total.backward()
         return {
             name: np.zeros(x.shape) if x.grad is None else x.grad.double().numpy()
             for name, x in self.model.tensors().items()

@@ -22,9 +22,7 @@ class KDA:
     mixers: tuple[str, ...] = ("kda", "attention")
 
 
-@ar.recurrence(
-    "q:K k:K v:V g:K beta: -> o:V", domain={"g": "<= 0", "beta": "0..1", "k": "unit"}
-)
+@ar.recurrence("q:K k:K v:V g:K beta: -> o:V", domain={"g": "<= 0", "beta": "0..1", "k": "unit"})
 def kda(S, q, k, v, g, beta):
     S = np.exp(g)[:, None] * S
     S = S + np.outer(k, beta * (v - k @ S))
