@@ -143,7 +143,7 @@ def run(
     config: Config = None,
     n: Annotated[int, typer.Option("-n", min=1, help="how many tokens at most")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="draw from this share")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="draw from this share")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="of the draws")] = None,
     backend: Annotated[str, typer.Option(help="what runs it")] = "eager",
     dtype: Dtype = "float32",
@@ -223,11 +223,8 @@ def check(
     """Compare every phase of the emitted code with NumPy; exit 1 where they differ."""
     from archir.check import check as compare
 
-    found = resolve(spec)
-    if preset is None and config is None and isinstance(found, Spec) and "tiny" in found.presets:
-        preset = "tiny"
     report = compare(
-        found,
+        spec,
         preset=preset,
         config=config,
         backends=tuple(backends.split(",")),
@@ -235,9 +232,10 @@ def check(
         seed=seed,
     )
     _print_rows("archir.check/1", report.rows, as_json)
-    if not report.ok:
-        wrong = sum(not row["ok"] for row in report.rows)
-        print(f"{wrong} of {len(report.rows)} cells differ", file=sys.stderr)
+    wrong = [row for row in report.rows if not row["ok"]]
+    if wrong:
+        cell = "{spec} {backend} {dtype} {phase} T = {T}".format_map(wrong[0])
+        print(f"{len(wrong)} of {len(report.rows)} cells differ, first {cell}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -312,4 +310,5 @@ def _print_code(text: str) -> None:
     from rich.console import Console
     from rich.syntax import Syntax
 
-    Console().print(Syntax(text, "python", background_color="default"))
+    coloured = Syntax("", "python", theme="ansi_dark").highlight(text)
+    Console().print(coloured, soft_wrap=True, end="")

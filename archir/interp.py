@@ -24,7 +24,7 @@ _NUMPY = {"f64": np.float64, "f32": np.float32, "bf16": np.float32, "f16": np.fl
 
 def round_bf16(x: np.ndarray) -> np.ndarray:
     """float32 numbers rounded to the nearest bfloat16, ties to even."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    bits = np.asarray(x, np.float32, order="C").view(np.uint32)
     rounded = bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))
     out = (rounded & np.uint32(0xFFFF0000)).view(np.float32)
     return np.where(np.isfinite(x), out, x).astype(np.float32)
@@ -152,9 +152,9 @@ class _Run:
         attrs = {k: self.attr(v, binding, scope) for k, v in op.attrs.items()}
         with np.errstate(all="ignore"):
             got = lookup(op.kind).meaning(*operands, **attrs)
-        results = got if isinstance(got, tuple) else (got,)
-        for value, x in zip(op.results, results, strict=True):
-            env[value] = self.enter(x, value)
+            results = got if isinstance(got, tuple) else (got,)
+            for value, x in zip(op.results, results, strict=True):
+                env[value] = self.enter(x, value)
 
     def attr(self, value: Any, binding: dict[str, int], scope: str) -> Any:
         match value:

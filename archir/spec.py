@@ -38,7 +38,7 @@ _INERT = {
 class HuggingFace:
     """How a published `config.json` becomes a config, and back.
 
-    read: config field → key, or several keys joined by `|` of which the first present is read;
+    read: config field → key, or several keys joined by `|`, which must agree; the first is written;
     `a.b` reads a nested object.  absent: key → the value its absence means.  neutral: key → the
     values under which it changes nothing.  inert: keys that never change the model.
     Any other key is an error: nothing is lost silently.
@@ -65,16 +65,23 @@ class HuggingFace:
         for name, keys in self.read.items():
             choices = keys.split("|")
             used |= set(choices)
-            present = [k for k in choices if flat.get(k) is not None]
+            present = {k: flat[k] for k in choices if flat.get(k) is not None}
+            if len(set(present.values())) > 1:
+                raise SpecError(
+                    f"config.json gives {cls.__name__}.{name} two values",
+                    code="config-twice",
+                    facts=[f"{k} = {value!r}" for k, value in present.items()],
+                    next="keep the one the weights were trained with",
+                )
             if present:
-                values[name] = flat[present[0]]
+                values[name] = next(iter(present.values()))
             elif any(k in self.absent for k in choices):
                 values[name] = next(self.absent[k] for k in choices if k in self.absent)
             else:
                 raise SpecError(
                     f"config.json has no {choices[0]!r}, which gives {cls.__name__}.{name}",
                     code="config-missing",
-                    facts=[f"keys found: {', '.join(sorted(flat))}"],
+                    facts=[f"found: {', '.join(sorted(k for k in flat if flat[k] is not None))}"],
                 )
         self._refuse_others({k: v for k, v in flat.items() if k not in used})
         return cls(**values)
@@ -194,21 +201,21 @@ class Spec:
             inputs[label] = types.parse(text, config_sizes((config,)))
         return trace_entry(self.fn, self.name, inputs, {labels[-1]: config})
 
-    def check_same(self, ours: Any, theirs: Any, our_name: str, their_name: str) -> None:
-        """Raise MismatchError unless two configs make the same program.
+    def check_same(self, ours: Any, theirs: Any, our_name: str, file: str) -> None:
+        """Raise MismatchError unless a config and that of a weight file make the same program.
 
         A field counts where it changes the program: `head_dim=None` and what it stands for are the
         same, and so are floats that one file keeps in float32.
         """
         facts = [
-            f"{f.name} = {a!r} in {our_name}, {b!r} in {their_name}"
+            f"{f.name}: {a!r} in {our_name}, {b!r} in the file"
             for f in dataclasses.fields(ours)
             for a, b in [(getattr(ours, f.name), getattr(theirs, f.name))]
             if not _close(a, b) and self._changes(ours, f.name, b)
         ]
         if facts:
             raise MismatchError(
-                f"{our_name} and {their_name} are different sizes of {self.name}",
+                f"{our_name} and {file} are different configs of {self.name}",
                 code="config-mismatch",
                 facts=facts,
                 next="use the config of the weights, or the weights of this config",
@@ -305,10 +312,12 @@ def resolve(given: Any) -> Spec | Block | Rule:
         return _from_file(given)
     points = {p.name: p for p in importlib.metadata.entry_points(group=GROUP)}
     if given not in points:
+        hint = nearest(given, [*points])
+        hint += "" if hint.endswith("?") else "."
         raise SpecError(
             f"there is no spec {given!r}",
             code="spec-unknown",
-            next=f"{nearest(given, [*points])} A spec of yours is path/to/file.py:function",
+            next=f"{hint} A spec of yours is path/to/file.py:function",
         )
     return points[given].load()
 

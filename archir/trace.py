@@ -7,6 +7,8 @@ number now (`if`, `float`, `np.asarray`, iteration …) is refused with the user
 
 from __future__ import annotations
 
+import ast
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -187,10 +189,13 @@ def emit(kind: str, *operands: Any, hint: str = "", **attrs: Any) -> Any:
 def _operand(x: Any, builder: Builder, kind: str, loc: Loc | None) -> Operand:
     if isinstance(x, Traced):
         if x.builder is not builder:
+            same = x.builder.name == builder.name
+            owner = f"another call of {builder.name}" if same else x.builder.name
             raise SpecError(
-                f"{x.value.name} belongs to {x.builder.name}, but is used inside {builder.name}",
+                f"{x.value.name} belongs to {owner}, but is used inside {builder.name}",
                 code="value-elsewhere",
                 loc=loc,
+                facts=[f"made at {x.value.loc.file}:{x.value.loc.line}"] if x.value.loc else [],
                 next=f"pass it to {builder.name} as an argument",
             )
         return x.value
@@ -201,7 +206,7 @@ def _operand(x: Any, builder: Builder, kind: str, loc: Loc | None) -> Operand:
     if isinstance(x, float | np.floating):
         return float(x)
     raise SpecError(
-        f"{kind} takes traced values and numbers, a {type(x).__name__} was given",
+        f"{kind} takes traced values and numbers, not {type(x).__name__}",
         code="operand-type",
         loc=loc,
         next="make it a weight (ar.weight), a buffer (ar.buffer) or a number",
@@ -266,8 +271,10 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
             )
         if method != "__call__" or kwargs:
             _refuse(
-                f"np.{ufunc.__name__}.{method} with {sorted(kwargs)} is not traced",
-                "use the plain function",
+                f"np.{ufunc.__name__}{'' if method == '__call__' else '.' + method}"
+                f"({'=…, '.join(['…', *sorted(kwargs)])}=…) is not traced" if kwargs else
+                f"np.{ufunc.__name__}.{method} is not traced",
+                f"use np.{ufunc.__name__} alone, or np.sum, np.mean and np.max over an axis",
             )
         if ufunc.__name__ == "matmul":
             return matmul(*inputs)
@@ -283,7 +290,8 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
     def __array_function__(self, func: Any, kinds: Any, args: Any, kwargs: Any) -> Any:
         handler = _FUNCTIONS.get(func.__name__)
         if handler is None:
-            _refuse(f"np.{func.__name__} has no op", f"traced functions: {_known()}")
+            home = func.__module__.replace("numpy", "np", 1)
+            _refuse(f"{home}.{func.__name__} has no op", f"traced functions: {_known()}")
         return handler(*args, **kwargs)
 
     def __getitem__(self, index: Any) -> Traced:
@@ -320,8 +328,8 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __bool__(self) -> NoReturn:
         _refuse(
-            f"{self.value.name} has no truth value while a spec is traced: "
-            "`if`, `and`, `while`, max() and min() need a number now",
+            f"{self.value} has no truth value while a spec is traced: "
+            "`if`, `while`, `and`, `not`, max() and min() need one now",
             "use ar.where(condition, a, b), np.maximum or np.minimum",
         )
 
@@ -333,7 +341,10 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         )
 
     def __int__(self) -> NoReturn:
-        _refuse(f"int({self.value.name}): a traced value has no number", "use sizes of the config")
+        _refuse(
+            f"int({self.value.name}): a traced value has no number",
+            "use sizes of the config; in a rule, compute with the dims as they are (K**-0.5)",
+        )
 
     def __index__(self) -> NoReturn:
         _refuse(
@@ -342,7 +353,10 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         )
 
     def __len__(self) -> NoReturn:
-        _refuse(f"len({self.value.name}): sizes may be symbols", "use x.shape, or the config")
+        _refuse(
+            f"len({self.value.name}): a size may be a symbol, which has no number yet",
+            "use x.shape or the config; in a rule, the dims of its signature are names in the body",
+        )
 
     def __iter__(self) -> NoReturn:
         _refuse(
@@ -353,18 +367,19 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse(
             f"{self.value.name} cannot become a NumPy array: it has no numbers yet",
-            "keep it as it is; ar.stack or ar.concat joins values",
+            "keep it as it is; np.stack and np.concatenate join values",
         )
 
     def __setitem__(self, index: Any, item: Any) -> NoReturn:
         _refuse(
-            f"{self.value.name}[…] = … would change a traced value in place",
+            f"{self.value.name}[…] = … would change {self.value} in place",
             "build a new value (ar.where, ar.concat)",
         )
 
     def _in_place(self, other: Any) -> NoReturn:  # noqa: ARG002
         _refuse(
-            f"{self.value.name} is changed in place by an operator such as +=", "write x = x + y"
+            f"{self.value.name} would be changed in place by an operator such as +=",
+            "write x = x + y, which makes a new value",
         )
 
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __imatmul__ = __ipow__ = _in_place
@@ -430,6 +445,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
         "transpose", x, axes=tuple(axes or reversed(range(x.ndim)))
     ),
     "reshape": lambda x, shape: x.reshape(*shape),
+    "stack": lambda xs, axis=0: emit(
+        "concat", *(emit("expand_dims", x, axes=(axis % (x.ndim + 1),)) for x in xs), axis=axis
+    ),
     "concatenate": lambda xs, axis=0: emit("concat", *xs, axis=axis),
     "expand_dims": lambda x, axis: emit(
         "expand_dims", x, axes=(axis,) if isinstance(axis, int) else tuple(axis)
@@ -468,7 +486,7 @@ def trace_block(
         inner += args[len(labels) :]
         named = {label: enter(label, x) for label, x in kwargs.items()}
         returned = fn(*inner, **named)
-        names, outputs = _returned(returned, fn.__name__, builder)
+        names, outputs = _returned(returned, fn, builder)
     callee = caller.program.add(builder.finish(outputs, "block", names))
     result = emit("call", *given, callee=Ref(callee), scope=name, hint=fn.__name__)
     if names:
@@ -476,42 +494,58 @@ def trace_block(
     return result
 
 
+def declared(
+    fn: Callable[..., Any], label: str, sizes: Mapping[str, int | Poly] | None = None
+) -> Type | None:
+    """The type a parameter is annotated with, as a string; None where it has none."""
+    note = fn.__annotations__.get(label)
+    if isinstance(note, str) and fn.__code__.co_flags & annotations.compiler_flag:
+        note = ast.literal_eval(note) if note[:1] in ("'", '"') else None
+    if not isinstance(note, str):
+        return None
+    try:
+        return types.parse(note, sizes)
+    except ArchirError as error:
+        raise error.at(source.annotation(fn, label)) from None
+
+
 def _check_annotation(
     fn: Callable[..., Any], label: str, x: Traced, sizes: Mapping[str, int | Poly], loc: Loc | None
 ) -> None:
     """An annotated input must match what it is given; its symbols take the caller's sizes."""
-    note = fn.__annotations__.get(label)
-    if not isinstance(note, str):
+    want = declared(fn, label, sizes)
+    if want is None:
         return
-    want = types.parse(note, sizes)
     problem = types.match(want, x.type, {})
     if problem:
         raise ShapeError(
-            f"{fn.__name__}: {label} is declared {note}, {x.type} was given",
+            f"{fn.__name__}: {label} is declared {want}, {x.type} was given",
             code="shape-mismatch",
             loc=loc,
-            facts=[f"declared: {want}", f"given: {x.value}", problem],
+            facts=[f"declared: {fn.__annotations__[label]}", f"given: {x.value}", problem],
             next=f"give {fn.__name__} an input of {want}, or change the annotation",
         )
 
 
 def _returned(
-    returned: Any, name: str, builder: Builder
+    returned: Any, fn: Callable[..., Any], builder: Builder
 ) -> tuple[tuple[str, ...], tuple[Value, ...]]:
     """Names and values of what a traced function returned."""
+    name, loc = fn.__name__, source.returned(fn)
     names: tuple[str, ...] = ()
     if isinstance(returned, Mapping):
         names, returned = tuple(returned), tuple(returned.values())
     found = returned if isinstance(returned, tuple | list) else (returned,)
     for x in found:
         if not isinstance(x, Traced):
+            what = "nothing" if x is None else f"{type(x).__name__}, not a traced value"
             raise SpecError(
-                f"{name} returns a {type(x).__name__}, not a traced value",
+                f"{name} returns {what}",
                 code="return-type",
-                loc=builder.loc,
+                loc=loc,
                 next="return one value, a tuple of values, or a dict of named values",
             )
-    values = tuple(_operand(x, builder, "return", builder.loc) for x in found)
+    values = tuple(_operand(x, builder, "return", loc) for x in found)
     return names, tuple(v for v in values if isinstance(v, Value))
 
 
@@ -527,7 +561,7 @@ def trace_entry(
     with building(builder):
         given = {label: builder.input(label, type_) for label, type_ in inputs.items()}
         returned = fn(**given, **fixed)
-        names, outputs = _returned(returned, name, builder)
+        names, outputs = _returned(returned, fn, builder)
     entry = builder.finish(outputs, "entry", names)
     return finish(program, entry)
 
@@ -556,7 +590,7 @@ def trace_scalars(
     with building(builder):
         given = [builder.input(label, type_) for label, type_ in inputs.items()]
         returned = fn(*given)
-        _, outputs = _returned(returned, fn.__name__, builder)
+        _, outputs = _returned(returned, fn, builder)
     return program.add(builder.finish(outputs, role))
 
 
@@ -567,6 +601,7 @@ def init_of(init: Any) -> Init:
     raise SpecError(
         f"init={init!r} is not an init",
         code="weight-init",
+        loc=source.caller()[0],
         next="use ar.normal(std), ar.uniform(low, high), ar.zeros(), ar.ones() or ar.constant(x)",
     )
 

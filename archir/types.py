@@ -166,8 +166,10 @@ def match(pattern: Type, actual: Type, binding: dict[str, int | Poly]) -> str | 
         name = dims.bare(want)
         if name is not None and binding.setdefault(name, have) == have:
             continue
-        if dims.substitute(want, binding) != have:
-            return f"{want} = {dims.substitute(want, binding)} expected, {have} given"
+        bound = dims.substitute(want, binding)
+        if bound != have:
+            shown = str(want) if want == bound else f"{want} = {bound}"
+            return f"{shown} expected, {have} given"
     return None
 
 

@@ -180,4 +180,4 @@ def _keep_float64(model: Any, config: Llama) -> None:
     model.model.rotary_emb = _Rotary(config.head_dim or config.width // config.heads, config.theta)
     for module in model.modules():
         if isinstance(module, LlamaRMSNorm | MistralRMSNorm):
-            module.__class__ = _Norm
+            module.__class__ = _Norm  # type: ignore[assignment]

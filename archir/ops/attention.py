@@ -45,6 +45,7 @@ def dense(x: Any, length: Any = None) -> Rows:
     "sequence",
     infer=lambda site: (Tensor("i64", (rows_of(site, 0),)),),
     samples=(Sample(("sequence[R]",)),),
+    invalid=(Sample(("i64[R]",), message="operand 1 must be a sequence, i64[R] given"),),
 )
 def advance(seq: Rows) -> Any:
     """Tokens seen by each row after this call: the next state's `length`."""
@@ -59,15 +60,22 @@ def rows_of(site: Site, index: int) -> int | Poly:
 
 
 def _infer_positions(site: Site) -> tuple[Type, ...]:
+    x = site.tensor(0)
+    if x.rank < 2:
+        raise site.fail("needs [B, T, …]", "rank-mismatch")
     if len(site.operands) > 1:
         rows_of(site, 1)
-    return (Tensor("i64", site.tensor(0).shape[:2]),)
+    return (Tensor("i64", x.shape[:2]),)
 
 
 @op(
     "sequence",
     infer=_infer_positions,
-    samples=(Sample(("i64[B, T]",)), Sample(("i64[B, T]", "sequence[R]"), {"limit": 64})),
+    samples=(Sample(("i64[B, T]", "sequence[R]")), Sample(("f[B, T, 8]", "sequence[R]"))),
+    invalid=(
+        Sample(("i64[T]",), message="needs [B, T, …]"),
+        Sample(("i64[B, T]", "i64[R]"), message="operand 2 must be a sequence"),
+    ),
 )
 def positions(x: Any, seq: Rows, *, limit: int | None = None) -> Any:
     """Absolute position of each token of its row; beyond `limit` is an error."""
@@ -88,12 +96,21 @@ def check_limit(seq: Rows, limit: int | None) -> None:
 
 
 def _infer_last(site: Site) -> tuple[Type, ...]:
-    x = site.tensor(0)
-    rows = rows_of(site, 1) if len(site.operands) > 1 else x.shape[0]
+    x, rows = site.tensor(0), rows_of(site, 1)
+    if x.rank < 2:
+        raise site.fail("needs [B, T, …]", "rank-mismatch")
     return (Tensor(x.dtype, (rows, 1, *x.shape[2:])),)
 
 
-@op("sequence", infer=_infer_last, samples=(Sample(("f[B, T, 8]", "sequence[R]")),))
+@op(
+    "sequence",
+    infer=_infer_last,
+    samples=(Sample(("f[B, T, 8]", "sequence[R]")), Sample(("i64[B, T]", "sequence[R]"))),
+    invalid=(
+        Sample(("f[T]", "sequence[R]"), message="needs [B, T, …]"),
+        Sample(("f[B, T, 8]", "f[B]"), message="operand 2 must be a sequence"),
+    ),
+)
 def last(x: Any, seq: Rows) -> Any:
     """The last token of each row, [R, 1, …]."""
     flat = x.reshape(-1, *x.shape[2:])
@@ -156,7 +173,9 @@ def _infer_attention(site: Site) -> tuple[Type, ...]:
     "attention",
     infer=_infer_attention,
     samples=(
-        Sample(("f[B, T, 4, 8]", "f[B, T, 2, 8]", "f[B, T, 2, 6]"), {"causal": True}),
+        Sample(
+            ("f[B, T, 4, 8]", "f[B, T, 2, 8]", "f[B, T, 2, 6]", "sequence[R]"), {"causal": True}
+        ),
         Sample(
             ("f[B, T, 4, 8]", "f[R, S, 4, 8]", "f[R, S, 4, 8]", "sequence[R]"),
             {"causal": True, "window": 5, "keys": "cache"},
@@ -165,6 +184,9 @@ def _infer_attention(site: Site) -> tuple[Type, ...]:
     invalid=(
         Sample(("f[B, T, 4, 8]", "f[B, T, 3, 8]", "f[B, T, 3, 8]"), {}, "4 query heads"),
         Sample(("f[B, T, 4, 8]", "f[B, T, 4, 6]", "f[B, T, 4, 8]"), {}, "queries have size 8"),
+        Sample(("f[B, T, 4, 8]", "f[B, 3, 4, 8]", "f[B, T, 4, 8]"), {}, "keys are [B, 3, 4]"),
+        Sample(("f[B, T, 8]", "f[B, T, 8]", "f[B, T, 8]"), {}, "need four axes"),
+        Sample(("f[B, T, 4, 8]", "F[B, T, 4, 8]", "f[B, T, 4, 8]"), {}, "q, k, v are f, F, f"),
     ),
 )
 def attention(
@@ -222,18 +244,31 @@ def attention(
 
 def _infer_steps(site: Site) -> tuple[Type, ...]:
     x, rows = site.tensor(0), rows_of(site, 1)
+    if x.rank < 2:
+        raise site.fail("needs [B, T, …]", "rank-mismatch")
     return (Tensor(x.dtype, (x.shape[1], rows, *x.shape[2:])),)
 
 
-@op("sequence", infer=_infer_steps, samples=(Sample(("f[B, T, 8]", "sequence[R]")),))
+@op(
+    "sequence",
+    infer=_infer_steps,
+    samples=(Sample(("f[B, T, 8]", "sequence[R]")), Sample(("f[B, T]", "sequence[R]"))),
+    invalid=(
+        Sample(("f[T]", "sequence[R]"), message="needs [B, T, …]"),
+        Sample(("f[B, T, 8]", "f[B]"), message="operand 2 must be a sequence"),
+    ),
+)
 def steps(x: Any, seq: Rows) -> Any:
     """Tokens by step: [B, T, …] → [T, R, …], step t of row r being its t-th token."""
     return np.stack([x.reshape(-1, *x.shape[2:])[a:b] for a, b, _ in seq], axis=1)
 
 
 def _infer_unsteps(site: Site) -> tuple[Type, ...]:
-    y, like = site.tensor(0), site.tensor(1)
-    rows_of(site, 2)
+    y, like, rows = site.tensor(0), site.tensor(1), rows_of(site, 2)
+    if y.shape[:2] != (like.shape[1], rows):
+        raise site.fail(
+            f"steps are [{like.shape[1]}, {rows}, …] on these tokens, {y} given", "rank-mismatch"
+        )
     return (Tensor(y.dtype, (*like.shape[:2], *y.shape[2:])),)
 
 
@@ -241,6 +276,10 @@ def _infer_unsteps(site: Site) -> tuple[Type, ...]:
     "sequence",
     infer=_infer_unsteps,
     samples=(Sample(("f[T, R, 8]", "f[B, T, 4]", "sequence[R]")),),
+    invalid=(
+        Sample(("f[R, T, 8]", "f[B, T, 4]", "sequence[R]"), message="steps are [T, R, …]"),
+        Sample(("f[T, R, 8]", "f[B, T, 4]", "i64[R]"), message="operand 3 must be a sequence"),
+    ),
 )
 def unsteps(y: Any, like: Any, seq: Rows) -> Any:
     """The inverse of `steps`, on the token grid of `like`."""

@@ -97,7 +97,8 @@ def _infer_by_length(site: Site) -> tuple[Type, ...]:
         for f in (short, long)
     ]
     if found[0] != found[1]:
-        raise site.fail(f"{short.name} gives {found[0]}, {long.name} gives {found[1]}")
+        one, two = (", ".join(map(str, types_)) for types_ in found)
+        raise site.fail(f"{short.name} gives {one}, {long.name} gives {two}")
     return found[0]
 
 

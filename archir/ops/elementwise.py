@@ -108,7 +108,10 @@ def infer(site: Site) -> tuple[Type, ...]:
     """Broadcast shape, widest dtype (bool for comparisons)."""
     count = next(n for kind, n, _, _ in TABLE if kind == site.kind)
     if len(site.operands) != count:
-        raise site.fail(f"takes {count} operands, {len(site.operands)} given", "operand-count")
+        plural = "s" if count > 1 else ""
+        raise site.fail(
+            f"takes {count} operand{plural}, {len(site.operands)} given", "operand-count"
+        )
     tensors = [
         site.tensor(i) for i, x in enumerate(site.operands) if not isinstance(x, int | float)
     ]
@@ -132,6 +135,15 @@ def infer(site: Site) -> tuple[Type, ...]:
     return (Tensor(dtype, shape),)
 
 
+def _refused(kind: str, count: int) -> tuple[Sample, ...]:
+    wrong_count = Sample(("f[8]",) * (count + 1), message=f"{kind}: takes {count} operand")
+    if kind == "where":
+        return wrong_count, Sample(("f[8]", "f[8]", "f[8]"), message="the condition must be bool")
+    if count == 1:
+        return (wrong_count,)
+    return wrong_count, Sample(("f[B, 8]", "f[4]"), message="axis -1 is 8 on one side and 4")
+
+
 for _kind, _count, _formula, _numpy in TABLE:
     _float = ("f[B, T, 8]", "f[8]", "f[B, T, 8]")
     _operands = {
@@ -148,8 +160,6 @@ for _kind, _count, _formula, _numpy in TABLE:
             _numpy,
             infer,
             samples=(Sample(_operands),),
-            invalid=(Sample(("f[B, T, 8]", "f[4]"), message="axis -1 is 8 on one side and 4"),)
-            if _count == 2
-            else (),
+            invalid=_refused(_kind, _count),
         )
     )

@@ -31,7 +31,11 @@ def layer_norm(x: Any, w: Any = None, b: Any = None, *, eps: float) -> Any:
 @op(
     "norm",
     "x: f[*A, D], w?: g[D] -> f[*A, D]",
-    samples=(Sample(("f[B, T, 8]", "f[8]"), {"eps": 1e-5}),),
+    samples=(
+        Sample(("f[B, T, 8]", "f[8]"), {"eps": 1e-5}),
+        Sample(("f[B, T, 8]", "F[8]"), {"eps": 1e-5}),
+        Sample(("f[8]",), {"eps": 1e-5}),
+    ),
     invalid=_BAD,
 )
 def rms_norm(x: Any, w: Any = None, *, eps: float) -> Any:
@@ -40,7 +44,12 @@ def rms_norm(x: Any, w: Any = None, *, eps: float) -> Any:
     return y if w is None else y * w
 
 
-@op("norm", "x: f[*A, D] -> f[*A, D]", samples=(Sample(("f[B, T, 2, 8]",), {"eps": 1e-6}),))
+@op(
+    "norm",
+    "x: f[*A, D] -> f[*A, D]",
+    samples=(Sample(("f[B, T, 2, 8]",), {"eps": 1e-6}),),
+    invalid=(Sample(("i64[B, T]",), {"eps": 1e-6}, "x must be a float, i64 given"),),
+)
 def l2_norm(x: Any, *, eps: float) -> Any:
     """x / √(Σ x² + ε): ε inside the root, on the sum."""
     return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + eps)

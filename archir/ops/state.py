@@ -32,6 +32,7 @@ def _infer_append(site: Site) -> tuple[Type, ...]:
     samples=(Sample(("f[R, P, 2, 8]", "f[B, T, 2, 8]", "sequence[R]")),),
     invalid=(
         Sample(("f[R, P, 2, 8]", "f[B, T, 2, 6]", "sequence[R]"), message="new entries differ"),
+        Sample(("f[N, P, 2, 8]", "f[B, T, 2, 8]", "sequence[R]"), message="must be [R, P, …]"),
     ),
 )
 def append(cache: Any, x: Any, seq: Rows) -> Any:
@@ -48,6 +49,7 @@ def append(cache: Any, x: Any, seq: Rows) -> Any:
     "state",
     infer=lambda site: (site.tensor(0), ())[1],
     samples=(Sample(("f[R, 2, 8]",), {"path": "s"}),),
+    invalid=(Sample(("sequence[R]",), {"path": "s"}, "needs a tensor as operand 1"),),
     effect=True,
 )
 def store(x: Any, *, path: str) -> tuple[()]:
@@ -103,13 +105,19 @@ def _infer_state_update(site: Site) -> tuple[Type, ...]:
         if leading.startswith("BT"):
             lead = lead or found.shape[:2]
             if found.shape[:2] != lead:
-                raise site.fail(f"{declared.name} has tokens {found.shape[:2]}, others {lead}")
+                raise site.fail(
+                    f"{declared.name} has tokens {list(found.shape[:2])}, "
+                    f"the operands before it {list(lead)}"
+                )
         if "H" in leading:
             have = found.shape[leading.index("H")]
             if have != heads and not (
                 isinstance(have, int) and isinstance(heads, int) and heads % have == 0
             ):
-                raise site.fail(f"{have} heads of {declared.name} do not divide {heads}")
+                raise site.fail(
+                    f"{have} heads of {declared.name} do not divide {heads}",
+                    next="an operand has all heads, a divisor of them (grouped), or no head axis",
+                )
         inner = Tensor(declared.type.dtype, found.shape[len(leading) :])
         problem = types.match(declared.type, inner, binding)
         if problem:

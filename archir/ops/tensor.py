@@ -9,7 +9,7 @@ import numpy as np
 from archir import dims
 from archir.dims import Poly
 from archir.ops.base import Sample, Site, op
-from archir.types import Tensor, Type
+from archir.types import DTYPES, Tensor, Type
 
 
 @op(
@@ -91,7 +91,10 @@ def _infer_split(site: Site) -> tuple[Type, ...]:
 @op(
     "tensor",
     infer=_infer_split,
-    samples=(Sample(("f[B, 8]",), {"sizes": (2, 6), "axis": -1}),),
+    samples=(
+        Sample(("f[B, 8]",), {"sizes": (2, 6), "axis": -1}),
+        Sample(("f[6, T]",), {"sizes": (6,), "axis": 0}),
+    ),
     invalid=(Sample(("f[B, 8]",), {"sizes": (2, 2), "axis": -1}, "add up to 4"),),
 )
 def split(x: Any, *, sizes: tuple[int, ...], axis: int) -> Any:
@@ -119,7 +122,11 @@ def _infer_concat(site: Site) -> tuple[Type, ...]:
     "tensor",
     infer=_infer_concat,
     samples=(Sample(("f[B, 8]", "f[B, 4]"), {"axis": -1}),),
-    invalid=(Sample(("f[B, 8]", "f[T, 4]"), {"axis": -1}, "differ outside axis 1"),),
+    invalid=(
+        Sample(("f[B, 8]", "f[T, 4]"), {"axis": -1}, "differ outside axis 1"),
+        Sample(("f[B, 8]", "F[B, 8]"), {"axis": -1}, "differ in rank or dtype"),
+        Sample(("f[B, 8]",), {"axis": 2}, "axis 2 is outside 2 axes"),
+    ),
 )
 def concat(*xs: Any, axis: int) -> Any:
     """Operands one after another along an axis."""
@@ -200,7 +207,10 @@ def _infer_reduce(site: Site) -> tuple[Type, ...]:
 
 _REDUCE: dict[str, Any] = {
     "infer": _infer_reduce,
-    "samples": (Sample(("f[B, 8]",), {"axes": (-1,)}),),
+    "samples": (
+        Sample(("f[B, 8]",), {"axes": (-1,)}),
+        Sample(("f[B, T, 8]",), {"axes": (0, 2), "keepdims": True}),
+    ),
     "invalid": (Sample(("f[B]",), {"axes": (2,)}, "axis 2 is outside 1 axes"),),
 }
 
@@ -239,14 +249,26 @@ def _infer_einsum(site: Site) -> tuple[Type, ...]:
         for letter, size in zip(term, x.shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 raise site.fail(f"{letter} = {sizes[letter]} and {letter} = {size} disagree")
+    lost = [letter for letter in right if letter not in sizes]
+    if lost:
+        raise site.fail(f"{lost[0]} stands in no term of {left!r}")
     return (Tensor(dtype, tuple(sizes[letter] for letter in right)),)
 
 
 @op(
     "tensor",
     infer=_infer_einsum,
-    samples=(Sample(("f[B, 4, 8]", "f[B, 8]"), {"equation": "bkv,bv->bk"}),),
-    invalid=(Sample(("f[4]", "f[8]"), {"equation": "k,k->"}, "k = 4 and k = 8 disagree"),),
+    samples=(
+        Sample(("f[B, 4, 8]", "f[B, 8]"), {"equation": "bkv,bv->bk"}),
+        Sample(("f[4, 4]",), {"equation": "kk->"}),
+    ),
+    invalid=(
+        Sample(("f[4]", "f[8]"), {"equation": "k,k->"}, "k = 4 and k = 8 disagree"),
+        Sample(("f[4]", "f[4]"), {"equation": "k->"}, "1 terms for 2 operands"),
+        Sample(("f[4, 4]",), {"equation": "k->"}, "names 1 axes of 2"),
+        Sample(("f[4]", "F[4]"), {"equation": "k,k->"}, "operands are f and F"),
+        Sample(("f[4]",), {"equation": "k->j"}, "j stands in no term"),
+    ),
 )
 def einsum(*xs: Any, equation: str) -> Any:
     """Sum of products over the letters that the result leaves out."""
@@ -254,10 +276,18 @@ def einsum(*xs: Any, equation: str) -> Any:
 
 
 def _infer_cast(site: Site) -> tuple[Type, ...]:
-    return (site.tensor(0).with_dtype(site.attrs["dtype"]),)
+    dtype = site.attrs["dtype"]
+    if dtype not in DTYPES:
+        raise site.fail(f"{dtype!r} is not one of {', '.join(DTYPES)}", "dtype-mismatch")
+    return (site.tensor(0).with_dtype(dtype),)
 
 
-@op("tensor", infer=_infer_cast, samples=(Sample(("f[B, 8]",), {"dtype": "F"}),))
+@op(
+    "tensor",
+    infer=_infer_cast,
+    samples=tuple(Sample(("f[B, 8]",), {"dtype": d}) for d in ("F", "bf16", "i64", "bool")),
+    invalid=(Sample(("f[B, 8]",), {"dtype": "f8"}, "'f8' is not one of f, F, bf16"),),
+)
 def cast(x: Any, *, dtype: str) -> Any:
     """The same numbers in another dtype; the interpreter rounds every result, casts too."""
     if dtype in ("i32", "i64"):
@@ -265,31 +295,42 @@ def cast(x: Any, *, dtype: str) -> Any:
     return x.astype(bool) if dtype == "bool" else x
 
 
-def _infer_size(site: Site) -> tuple[Type, ...]:
-    return (Tensor(site.attrs.get("dtype", "F")),)
+def _made(site: Site, *shape: int | Poly) -> tuple[Type, ...]:
+    """The type of a tensor made from sizes alone."""
+    wrong = [size for size in shape if isinstance(size, int) and size < 0]
+    if wrong or site.operands:
+        raise site.fail(f"{wrong[0]} is not a size" if wrong else "takes no operands")
+    return (Tensor(site.attrs.get("dtype", "F"), shape),)
 
 
-@op("tensor", infer=_infer_size, samples=(Sample((), {"dim": 8}),))
+@op(
+    "tensor",
+    infer=lambda site: _made(site),
+    samples=(Sample((), {"dim": 8}),),
+    invalid=(Sample(("f[8]",), {"dim": 8}, "takes no operands"),),
+)
 def size(*, dim: int, dtype: str = "F") -> Any:
     """A dim as a number."""
     return np.float64(dim)
 
 
-def _infer_eye(site: Site) -> tuple[Type, ...]:
-    return (Tensor(site.attrs.get("dtype", "F"), (site.attrs["dim"], site.attrs["dim"])),)
-
-
-@op("tensor", infer=_infer_eye, samples=(Sample((), {"dim": 8}),))
+@op(
+    "tensor",
+    infer=lambda site: _made(site, site.attrs["dim"], site.attrs["dim"]),
+    samples=(Sample((), {"dim": 8}), Sample((), {"dim": 8, "dtype": "f32"})),
+    invalid=(Sample((), {"dim": -1}, "-1 is not a size"),),
+)
 def eye(*, dim: int, dtype: str = "F") -> Any:
     """The identity matrix."""
     return np.eye(dim)
 
 
-def _infer_fill(site: Site) -> tuple[Type, ...]:
-    return (Tensor(site.attrs.get("dtype", "F"), tuple(site.attrs["shape"])),)
-
-
-@op("tensor", infer=_infer_fill, samples=(Sample((), {"shape": (8,), "value": 0.0}),))
+@op(
+    "tensor",
+    infer=lambda site: _made(site, *site.attrs["shape"]),
+    samples=(Sample((), {"shape": (8,), "value": 0.0}), Sample((), {"shape": (), "value": 1.0})),
+    invalid=(Sample((), {"shape": (8, -2), "value": 0.0}, "-2 is not a size"),),
+)
 def fill(*, shape: tuple[int, ...], value: float, dtype: str = "F") -> Any:
     """A tensor of one number."""
     return np.full(shape, value)
@@ -319,11 +360,21 @@ def broadcast_to(x: Any, *, shape: tuple[int, ...]) -> Any:
 
 def _infer_repeat(site: Site) -> tuple[Type, ...]:
     x, axis = site.tensor(0), _axis(site, site.tensor(0), site.attrs["axis"])
+    if site.attrs["times"] < 1:
+        raise site.fail(f"{site.attrs['times']} times is not at least once")
     size = dims.multiply(x.shape[axis], site.attrs["times"])
     return (Tensor(x.dtype, (*x.shape[:axis], size, *x.shape[axis + 1 :])),)
 
 
-@op("tensor", infer=_infer_repeat, samples=(Sample(("f[B, 2, 8]",), {"axis": 1, "times": 3}),))
+@op(
+    "tensor",
+    infer=_infer_repeat,
+    samples=(Sample(("f[B, 2, 8]",), {"axis": 1, "times": 3}),),
+    invalid=(
+        Sample(("f[B, 2, 8]",), {"axis": 3, "times": 3}, "axis 3 is outside 3 axes"),
+        Sample(("f[B, 2, 8]",), {"axis": 1, "times": 0}, "0 times is not at least once"),
+    ),
+)
 def repeat(x: Any, *, axis: int, times: int) -> Any:
     """Each slice along an axis `times` times in a row: key heads for grouped value heads."""
     return np.repeat(x, times, axis=axis)

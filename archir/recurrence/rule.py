@@ -103,7 +103,18 @@ class Rule:
         stated = _shapes(self._sides[0], self)
         if stated:
             if tuple(stated) != self.states:
-                raise self._bad(f"states are {self.states}, the signature states {tuple(stated)}")
+                raise self._bad(
+                    f"the body's states are {', '.join(self.states)}, "
+                    f"the signature's {', '.join(stated)}",
+                    "name the states before the bar as the body does, in the same order",
+                )
+            known = {d for shape in self.operands.values() for d in shape}
+            lost = [(s, d) for s, shape in stated.items() for d in shape if d not in known]
+            if lost:
+                raise self._bad(
+                    f"state {lost[0][0]} has the dim {lost[0][1]}, which no operand has",
+                    f"use dims of the operands: {', '.join(sorted(known))}",
+                )
             return self._trace(tuple(stated.values()))
         if len(self.states) > 1:
             raise self._bad(
@@ -111,7 +122,7 @@ class Rule:
                 'state them before a bar: "S:K,V z:K | q:K …"',
             )
         names = list(dict.fromkeys(d for shape in self.operands.values() for d in shape))
-        trials = [*itertools.permutations(names, 2), *((n,) for n in names)]
+        trials = [*itertools.permutations(names, 2), *((n, n) for n in names), *zip(names)]
         first: ArchirError | None = None
         for shape in trials:
             try:
@@ -160,13 +171,20 @@ class Rule:
     def __call__(self, *args: Any, name: str | None = None) -> Any:
         """In a spec: outputs [B, T, H, …] of operands placed by rank (D8). On arrays: the body."""
         if not any(isinstance(a, Traced) for a in args):
-            return self.fn(*args)
+            return self._literal(*args)
         rule = Ref(current().program.add(self.function))
         extra = {"name": name} if name else {}
         made = emit("state_update", *args, rule=rule, hint=name or "o", **extra)
         made = made if isinstance(made, tuple) else (made,)
         narrow = tuple(emit("cast", o, dtype="f", hint=name or "o") for o in made)
         return narrow[0] if len(narrow) == 1 else narrow
+
+    def _literal(self, *arrays: Any) -> Any:
+        """The body run on arrays of one head and one token, declared dims bound to their sizes."""
+        sizes: dict[str, int] = {}
+        for x, shape in zip(arrays[len(self.states) :], self.operands.values(), strict=True):
+            sizes |= zip(shape, np.shape(x), strict=True)
+        return _bound(self.fn, sizes)(*arrays)
 
     def trace(self) -> Module:
         """A module that runs this rule alone over [B, T, H, …] operands."""
@@ -197,6 +215,8 @@ def _shapes(side: str, rule: Rule) -> dict[str, tuple[str, ...]]:
         sizes = tuple(d for d in shape.split(",") if d)
         if not colon or not name.isidentifier() or not all(d.isidentifier() for d in sizes):
             raise rule._bad(f"{item!r} in the signature is not `name:dims`")
+        if name in found:
+            raise rule._bad(f"the signature names {name} twice", "give each its own name")
         found[name] = sizes
     return found
 
@@ -238,8 +258,13 @@ def _sizes(shape: Any) -> tuple[Any, ...]:
 
 def _with_dims(fn: Callable[..., Any], names: set[str]) -> Callable[..., Any]:
     """The same function with declared dims bound as names and NumPy recorded (D7)."""
-    assert isinstance(fn, FunctionType)
     used = names & set(fn.__code__.co_names)
-    scope = {k: _NumPy() if v is np else v for k, v in fn.__globals__.items()}
-    scope |= {name: _Dim(name) for name in used}
+    numpy = {k: _NumPy() for k, v in fn.__globals__.items() if v is np}
+    return _bound(fn, numpy | {name: _Dim(name) for name in used})
+
+
+def _bound(fn: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
+    """The same function with more global names."""
+    assert isinstance(fn, FunctionType)
+    scope = {**fn.__globals__, **names}
     return FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, fn.__closure__)

@@ -6,7 +6,6 @@ that hooks, sharding and checkpointing see it; programs are lowered and emitted 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -273,19 +272,7 @@ class Model(nn.Module):
         spec = self._request.spec
         if not found or spec.from_hf is None:
             return
-        theirs = spec.from_hf.config(spec.config_class, found)
-        facts = [
-            f"{name}: {value!r} in the file, {getattr(self.config, name)!r} in the model"
-            for name, value in vars(theirs).items()
-            if not _same(value, getattr(self.config, name))
-        ]
-        if facts:
-            raise MismatchError(
-                f"{path} was made for another config than this {spec.name}",
-                code="config-mismatch",
-                facts=facts,
-                next="compile with config=… of the checkpoint, or take another preset",
-            )
+        spec.check_same(self.config, spec.configure(config=found), "the model", path)
 
     def _materialise(self) -> None:
         if any(p.is_meta for p in self.parameters()):
@@ -326,12 +313,6 @@ class Model(nn.Module):
                 next="write tokens[None] for a single row",
             )
         return x.to(self.device, torch.int64)
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, float) and isinstance(b, int | float):
-        return math.isclose(a, b, rel_tol=1e-6)
-    return a == b
 
 
 def _sample(

@@ -1,0 +1,176 @@
+"""Golden messages: every one names what disagrees, points at the user's line, says what is next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.dsl.messages import check_messages, spec_of
+
+TRAPS = {
+    "if x": "if x:\n    x = -x\nreturn x",
+    "while x > 0": "while x > 0:\n    x = x - 1\nreturn x",
+    "x and y": "return x and x * 2",
+    "not x": "return not x",
+    "max(x, 0)": "return max(x, 0)",
+    "float(x)": "return x * float(x)",
+    "int(x)": "return x * int(x)",
+    "math.exp(x)": "return math.exp(x)",
+    "range(x)": "for i in range(x):\n    x = x + i\nreturn x",
+    "len(x)": "return x * len(x)",
+    "np.asarray(x)": "return np.asarray(x) + 1",
+    "np.array([x, x])": "return np.array([x, x])",
+    "for row in x": "for row in x:\n    x = x + row\nreturn x",
+    "a, b = x": "a, b = x\nreturn a + b",
+    "x[0] = 1": "x[0] = 1.0\nreturn x",
+    "x[0]": "return x[0]",
+    "x[:, 1:]": "return x[:, 1:]",
+    "x += 1": "x += 1\nreturn x",
+    "np.exp(x, out=x)": "return np.exp(x, out=x)",
+    "np.add.reduce(x)": "return np.add.reduce(x)",
+    "np.cumsum(x)": "return np.cumsum(x, axis=1)",
+    "np.floor(x)": "return np.floor(x)",
+    "np.stack([x, x])": "return np.stack([x, x])",
+    "x @ x": "return x @ x",
+    "x @ array": "return x @ np.ones((8, 8))",
+    "x + array": "return x + np.ones(8)",
+    "x + 'a'": "return x + 'a'",
+}
+
+SHAPES = {
+    "linear, tied weight": 'w = ar.weight("w", [c.width, 3])\nreturn ar.linear(x, w)',
+    "add": 'return x + ar.linear(x, 5, name="up")',
+    "layer norm over a weight of another size": (
+        'w = ar.weight("w", [c.width + 1])\nreturn ar.rms_norm(x, name="") * w'
+    ),
+    "heads": "q, k, v = ar.heads(x, 3, c.heads)\nreturn q",
+    "attention, sizes": (
+        'q = ar.heads(ar.linear(x, 8, name="q"), 1, 2)\n'
+        'k = ar.heads(ar.linear(x, 6, name="k"), 1, 2)\n'
+        "return ar.merge(ar.attention(q, k, k))"
+    ),
+    "attention, heads": (
+        'q = ar.heads(ar.linear(x, 8, name="q"), 1, 2)\n'
+        'k = ar.heads(ar.linear(x, 12, name="k"), 1, 3)\n'
+        "return ar.merge(ar.attention(q, k, k))"
+    ),
+    "logits": 'return ar.logits(x, ar.weight("head", [c.vocab, 2 * c.width]))',
+    "embedding of floats": 'return ar.embedding(x, c.vocab, c.width, name="again")',
+    "split": "a, b = ar.split(x, [3, 3])\nreturn a + b",
+    "concat": 'return ar.concat([x, ar.linear(x, 5, name="up")], axis=1)',
+    "reshape": "return x.reshape(3, 5)",
+    "dtypes": 'w = ar.weight("w", [8, 8], dtype="float32")\nreturn ar.linear(x, w)',
+    "rotary": "q = ar.heads(x, 1, 8)\nreturn ar.rotary(q, ar.positions(tokens))",
+    "where": "return ar.where(x, x, 0.0)",
+    "arguments": "return ar.attention(x, x, x)",
+}
+
+WEIGHTS = {
+    "unnamed": "return ar.linear(x, 8)",
+    "empty name": 'return ar.weight("", [8]) * x',
+    "duplicate": 'x = ar.linear(x, 8, name="up")\nreturn ar.linear(x, 8, name="up")',
+    "unused": 'ar.weight("spare", [8])\nreturn x',
+    "unused through a dead op": 'y = ar.linear(x, 8, name="spare")\nreturn x',
+    "pinned to another dtype": 'return x * ar.weight("w", [8], dtype="bfloat16")',
+    "init of another type": 'return x * ar.weight("w", [8], init=0.02)',
+    "a size that is no number": 'return x * ar.weight("w", [x.shape[1]])',
+    "tap without a name": 'ar.tap("", x)\nreturn x',
+}
+
+BLOCK = """\
+@ar.block
+def layer(x: "f[B, T, width]", c):
+    return ar.linear(x, c.width, name="up")
+
+
+"""
+
+STRUCTURE = {
+    "scope used twice": BLOCK
+    + spec_of('x = layer(x, c, name="h.0")\nreturn layer(x, c, name="h.0")'),
+    "input that its annotation refuses": BLOCK
+    + spec_of('y = ar.linear(x, 5, name="y")\nreturn layer(y, c, name="h")'),
+    "value of another block": (
+        "@ar.block\ndef layer(x, y):\n    kept.append(x)\n    return x + kept[0]\n\n\nkept = []\n\n\n"
+        + spec_of('x = layer(x, x, name="h.0")\nreturn layer(x, x, name="h.1")')
+    ),
+    "value of the caller": (
+        spec_of(
+            "@ar.block\ndef inner(y):\n    return y + x\n\nreturn inner(ar.exp(x), name='inner')"
+        )
+    ),
+    "returns a number": spec_of("return 1.0"),
+    "returns nothing": spec_of("x + 1"),
+    "returns a list of lists": spec_of("return [[x]]"),
+    "block returns a number": (
+        "@ar.block\ndef layer(x):\n    return 3\n\n\n" + spec_of('return layer(x, name="h")')
+    ),
+    "called outside of tracing": "broken = ar.gelu_tanh(1.0)",
+    "config with a list": (
+        "@ar.config\nclass Wrong:\n    sizes: list = [1, 2]\n\n\n" + spec_of("return x")
+    ),
+    "block without annotations alone": ("@ar.block\ndef broken(x, y, c):\n    return x + y\n"),
+    "annotation that is no type": (
+        '@ar.block\ndef layer(x: "float[B, T]"):\n    return x\n\n\n'
+        + spec_of('return layer(x, name="h")')
+    ),
+}
+
+RULE = '@ar.recurrence("{}"{})\ndef broken(S, q, k, v):\n    {}\n'
+BODY = "S = S + np.outer(k, v)\n    return S, q @ S"
+
+RULES = {
+    "no arrow": RULE.format("q:K k:K v:V", "", BODY),
+    "an operand without dims": RULE.format("q:K k:K v -> o:V", "", BODY),
+    "an operand twice": RULE.format("q:K k:K k:V -> o:V", "", BODY),
+    "parameters in another order": RULE.format("k:K q:K v:V -> o:V", "", BODY),
+    "an operand the body lacks": RULE.format("q:K k:K v:V g:K -> o:V", "", BODY),
+    "no state": RULE.format("S:K q:K k:K v:V -> o:V", "", BODY),
+    "two states without shapes": (
+        '@ar.recurrence("q:K k:K v:V -> o:V")\ndef broken(S, z, q, k, v):\n    return S, z, q @ S\n'
+    ),
+    "states stated under other names": RULE.format("A:K,V | q:K k:K v:V -> o:V", "", BODY),
+    "a state of unknown size": RULE.format("S:K,M | q:K k:K v:V -> o:V", "", BODY),
+    "a domain not understood": RULE.format(
+        "q:K k:K v:V -> o:V", ', domain={"k": "positive"}', BODY
+    ),
+    "a domain of nothing": RULE.format("q:K k:K v:V -> o:V", ', domain={"g": "<= 0"}', BODY),
+    "too few results": RULE.format("q:K k:K v:V -> o:V", "", "return q @ S"),
+    "an output of another shape": RULE.format(
+        "q:K k:K v:V -> o:K", "", "return S + np.outer(k, v), q @ S"
+    ),
+    "a body whose sizes disagree": RULE.format(
+        "q:K k:K v:V -> o:V", "", "S = S + np.outer(k, v) + k\n    return S, v @ S"
+    ),
+    "a state that is forgotten": RULE.format("q:K k:K v:V -> o:V", "", "return 0.0, q @ S"),
+    "if in a rule": RULE.format(
+        "q:K k:K v:V -> o:V", "", f"if k[0] > 0:\n        S = -S\n    {BODY}"
+    ),
+    "in place in a rule": RULE.format(
+        "q:K k:K v:V -> o:V", "", "S += np.outer(k, v)\n    return S, q @ S"
+    ),
+    "a length in a rule": RULE.format("q:K k:K v:V -> o:V", "", f"q = q / len(k)\n    {BODY}"),
+    "a dim as a number": RULE.format("q:K k:K v:V -> o:V", "", f"q = q / int(K)\n    {BODY}"),
+    "np.linalg in a rule": RULE.format(
+        "q:K k:K v:V -> o:V", "", f"k = k / np.linalg.norm(k)\n    {BODY}"
+    ),
+}
+
+
+def test_traps(tmp_path: Path) -> None:
+    check_messages("dsl/traps", tmp_path, {k: spec_of(v) for k, v in TRAPS.items()})
+
+
+def test_shapes(tmp_path: Path) -> None:
+    check_messages("dsl/shapes", tmp_path, {k: spec_of(v) for k, v in SHAPES.items()})
+
+
+def test_weights(tmp_path: Path) -> None:
+    check_messages("dsl/weights", tmp_path, {k: spec_of(v) for k, v in WEIGHTS.items()})
+
+
+def test_structure(tmp_path: Path) -> None:
+    check_messages("dsl/structure", tmp_path, STRUCTURE)
+
+
+def test_rules(tmp_path: Path) -> None:
+    check_messages("dsl/rules", tmp_path, RULES)

@@ -1,0 +1,94 @@
+"""State handles: used once, branched by clone, grown without copying the past."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import archir as ar
+from archir.diagnostics import MismatchError
+from specs.llama import Llama
+from tests.goldens import check_golden
+from tests.specs.kda import kda_lm
+
+SPECS = {"gpt2": "gpt2", "llama": "llama", "kda": kda_lm}
+
+
+def made(name: str, **options: Any) -> Any:
+    return ar.compile(SPECS[name], preset="tiny", **options).init_weights(0)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_consumed_state_raises_and_a_clone_goes_on(name: str) -> None:
+    model = made(name, dtype="float64")
+    tokens = torch.randint(0, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        _, state = model.prefill(tokens[:, :6])
+        branch = state.clone()
+        first, after = model.decode(tokens[:, 6:7], state)
+        with pytest.raises(MismatchError) as caught:
+            model.decode(tokens[:, 6:7], state)
+        check_golden("eager/messages/consumed", str(caught.value))
+        # the branch has storage of its own: what the first went on to write does not reach it
+        model.decode(tokens[:, 7:8], after)
+        second, _ = model.decode(tokens[:, 6:7], branch)
+    assert torch.equal(first, second)
+    assert state.consumed and after.consumed and state.lengths == (6, 6)
+
+
+def test_an_error_before_the_run_leaves_the_state_alive() -> None:
+    model = made("gpt2")
+    with torch.no_grad():
+        _, state = model.prefill([[1] * 250])
+        with pytest.raises(MismatchError, match="context"):
+            model.decode([[1] * 10], state)
+        with pytest.raises(MismatchError) as caught:
+            model.decode([[1], [2]], state)
+        check_golden("eager/messages/state_rows", str(caught.value))
+        model.decode([[1]], state)
+
+
+def test_a_state_belongs_to_its_model() -> None:
+    one, two = made("gpt2"), made("gpt2")
+    with torch.no_grad():
+        _, state = one.prefill([[1, 2]])
+        with pytest.raises(MismatchError) as caught:
+            two.decode([[3]], state)
+    check_golden("eager/messages/state_model", str(caught.value))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_gradients_through_the_state(name: str) -> None:
+    """Prefill, then more tokens with gradients on: equal to the full forward's gradients."""
+    model = made(name, dtype="float64")
+    tokens = torch.randint(0, 90, (2, 7), generator=torch.Generator().manual_seed(1))
+    model(tokens).square().sum().backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    first, state = model.prefill(tokens[:, :4], logits="all")
+    second, _ = model.decode(tokens[:, 4:], state)
+    (first.square().sum() + second.square().sum()).backward()
+    for a, p in zip(want, model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, a, rtol=1e-9, atol=1e-11)
+
+
+def test_4096_decodes_move_storage_at_most_12_times() -> None:
+    config = Llama(100, 4096, width=16, inner=16, layers=1, heads=2, kv_heads=1)
+    model = ar.compile("llama", config=config).init_weights(0)
+    with torch.inference_mode():
+        state = model.empty_state(1)
+        for step in range(4096):
+            _, state = model.decode([[step % 100]], state)
+    caches = [x for x in walk(state._entries) if isinstance(x, model._support.Cache)]
+    assert len(caches) == 2 * config.layers
+    for cache in caches:
+        assert cache.length == 4096
+        assert cache.moves <= 12, cache.moves
+        assert cache.copied <= 2 * cache.rows.nbytes, cache.copied
+
+
+def walk(entries: Any) -> Any:
+    for entry in entries.values():
+        yield from walk(entry) if isinstance(entry, dict) else [entry]
