@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from archir import source, types
 from archir.diagnostics import SpecError
 from archir.dims import Poly
@@ -23,14 +25,16 @@ from archir.types import Tensor
 
 def config(cls: type) -> type:
     """Declares a config: a frozen dataclass of sizes (int, float, bool, str and tuples of them)."""
-    made = dataclasses.dataclass(frozen=True)(cls)
-    for f in dataclasses.fields(made):
-        if f.default is not dataclasses.MISSING and not _is_size(f.default):
+    for name in cls.__annotations__:
+        default = vars(cls).get(name)
+        if not _is_size(default):
             raise SpecError(
-                f"{cls.__name__}.{f.name} = {f.default!r} is not a size",
+                f"{cls.__name__}.{name} = {default!r} is not a size",
                 code="config-field",
+                loc=source.caller()[0],
                 next="a config holds numbers, strings and tuples of them; write the rest as code",
             )
+    made = dataclasses.dataclass(frozen=True)(cls)
     made.__archir_config__ = True  # type: ignore[attr-defined]
     return made
 
@@ -145,7 +149,7 @@ def _field(
             loc=source.caller()[0],
             next="leave dtype out: the model's dtype is chosen when it is compiled",
         )
-    sizes = tuple(int(s) for s in shape)
+    sizes = tuple(_size(s, kind, name) for s in shape)
     attrs: dict[str, Any] = {"init": init_of(init)}
     if kind == "weight":
         attrs["decay"] = len(sizes) > 1 if decay is None else decay
@@ -154,14 +158,32 @@ def _field(
     return current().field(kind, name, Tensor("F" if dtype else "f", sizes), attrs)
 
 
+def _size(size: Any, kind: str, name: str) -> int:
+    if isinstance(size, int | np.integer) and size > 0:
+        return int(size)
+    what = (
+        f"{size} is a symbol" if isinstance(size, Poly) else f"{size!r} is not a whole number > 0"
+    )
+    raise SpecError(
+        f"{kind} {name!r} cannot have the size {size}: {what}",
+        code="weight-size",
+        loc=source.caller()[0],
+        next="give sizes of the config, divided by // where they are divided",
+    )
+
+
 def _named(name: Any, what: str) -> None:
-    if not isinstance(name, str) or not name:
-        raise SpecError(
-            f"{what} has no name, so its weights could not be saved",
-            code="weight-unnamed",
-            loc=source.caller()[0],
-            next=f'write {what}(…, name="…"): the path of its weights below this scope',
-        )
+    if isinstance(name, str) and name:
+        return
+    first = what in ("weight", "buffer", "tap")
+    usage = f'{what}("…", …)' if first else f'{what}(…, name="…")'
+    reason = "found" if what == "tap" else "saved"
+    raise SpecError(
+        f"{what} has no name, under which it could be {reason}",
+        code="weight-unnamed",
+        loc=source.caller()[0],
+        next=f"write {usage}: a path below this scope, unique in it",
+    )
 
 
 # ---------------------------------------------------------------------------------------- layers

@@ -1,6 +1,7 @@
 """Where in the user's source a traced call stands, and what the user calls its result."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import functools
@@ -35,8 +36,22 @@ def _tree(file: str) -> ast.Module:
         return ast.Module([], [])
 
 
+_Place = tuple[int, int, int | None, int | None]
+
+
+def _place(node: ast.expr | ast.stmt) -> _Place:
+    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+
+
 @lru_cache(maxsize=256)
-def _targets(file: str) -> dict[tuple[int, int, int | None, int | None], tuple[str, ...]]:
+def _conditions(file: str) -> dict[_Place, ast.expr]:
+    """Range of an `if` → its condition: Python 3.11 gives the whole as the place of the test."""
+    nodes = ast.walk(_tree(file))
+    return {_place(n): n.test for n in nodes if isinstance(n, ast.If | ast.IfExp | ast.While)}
+
+
+@lru_cache(maxsize=256)
+def _targets(file: str) -> dict[_Place, tuple[str, ...]]:
     """Range of an assigned expression → the names it is assigned to."""
     found = {}
     for node in ast.walk(_tree(file)):
@@ -45,8 +60,7 @@ def _targets(file: str) -> dict[tuple[int, int, int | None, int | None], tuple[s
             items = target.elts if isinstance(target, ast.Tuple) else [target]
             names = tuple(item.id for item in items if isinstance(item, ast.Name))
             if len(names) == len(items):
-                place = (value.lineno, value.col_offset, value.end_lineno, value.end_col_offset)
-                found[place] = names
+                found[_place(value)] = names
     return found
 
 
@@ -63,7 +77,7 @@ def _functions(file: str) -> dict[int, ast.FunctionDef]:
 def refresh() -> None:
     """Forgets what was read of files, which may have changed."""
     linecache.checkcache()
-    for cache in (_tree, _targets, _functions):
+    for cache in (_tree, _targets, _functions, _conditions):
         cache.cache_clear()
 
 
@@ -92,7 +106,10 @@ def caller() -> tuple[Loc | None, tuple[str, ...]]:
     line, end_line, col, end_col = _positions(frame.f_code)[frame.f_lasti // 2]
     if line is None:
         return Loc(file, frame.f_lineno), ()
-    names = _targets(file).get((line, col or 0, end_line, end_col), ())
+    place = (line, col or 0, end_line, end_col)
+    if place in _conditions(file):
+        return _loc_of(file, _conditions(file)[place]), ()
+    names = _targets(file).get(place, ())
     return _loc(file, line, end_line, col or 0, end_col), names
 
 
@@ -114,8 +131,8 @@ def _node(fn: Callable[..., Any]) -> tuple[str, ast.FunctionDef | None]:
     return code.co_filename, _functions(code.co_filename).get(code.co_firstlineno)
 
 
-def annotation(fn: Callable[..., Any], label: str) -> Loc | None:
-    """Where a parameter is annotated."""
+def parameter(fn: Callable[..., Any], label: str) -> Loc | None:
+    """Where a parameter is annotated; where the function is defined when it is not."""
     file, node = _node(fn)
     for arg in node.args.args if node else ():
         if arg.arg == label and arg.annotation is not None:
@@ -130,3 +147,19 @@ def returned(fn: Callable[..., Any]) -> Loc | None:
     values = [n.value for n in nodes if isinstance(n, ast.Return) and n.value is not None]
     last = max(values, key=lambda value: value.lineno, default=None)
     return _loc_of(file, last) if last is not None else definition(fn)
+
+
+def annotation(fn: Callable[..., Any], label: str) -> str | None:
+    """The type an argument is annotated with in a string, `x: "f[B, T, width]"`, else None.
+
+    Under `from __future__ import annotations` every annotation is a string, and one that was
+    written as a string is a string literal inside it.
+    """
+    note = fn.__annotations__.get(label)
+    if not isinstance(note, str):
+        return None
+    if fn.__code__.co_flags & __future__.annotations.compiler_flag:
+        node = ast.parse(note, mode="eval").body
+        literal = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        return node.value if literal else None
+    return note

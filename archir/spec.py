@@ -16,13 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from archir import source, types
+from archir import source
 from archir.diagnostics import ArchirError, MismatchError, SpecError, UnsupportedError, nearest
+from archir.dims import symbol
 from archir.dsl import Block, config_sizes, is_config
 from archir.ir import Module
 from archir.recurrence import Rule
-from archir.trace import trace_entry
-from archir.types import Type
+from archir.trace import declared, trace_entry
+from archir.types import Tensor, Type
+
+TOKENS = Tensor("i64", (symbol("B"), symbol("T")))  # of an input without annotation
 
 # Fields of any Hugging Face config that never change what a model computes.
 _INERT = {
@@ -82,6 +85,7 @@ class HuggingFace:
                     f"config.json has no {choices[0]!r}, which gives {cls.__name__}.{name}",
                     code="config-missing",
                     facts=[f"found: {', '.join(sorted(k for k in flat if flat[k] is not None))}"],
+                    next=f"add {choices[0]!r}: without it {cls.__name__}.{name} is unknown",
                 )
         self._refuse_others({k: v for k, v in flat.items() if k not in used})
         return cls(**values)
@@ -187,7 +191,9 @@ class Spec:
             raise SpecError(
                 f"spec {self.name} has no preset {preset!r}",
                 code="preset-unknown",
-                next=nearest(preset, [*self.presets]) if self.presets else "it has no presets",
+                next=nearest(preset, [*self.presets])
+                if self.presets
+                else "leave preset out, or declare presets",
             )
         return self.presets[preset]
 
@@ -196,9 +202,7 @@ class Spec:
         labels = _parameters(self.fn)
         inputs: dict[str, Type] = {}
         for label in labels[:-1]:
-            note = self.fn.__annotations__.get(label)
-            text = note if isinstance(note, str) else "i64[B, T]"
-            inputs[label] = types.parse(text, config_sizes((config,)))
+            inputs[label] = declared(self.fn, label, config_sizes((config,))) or TOKENS
         return trace_entry(self.fn, self.name, inputs, {labels[-1]: config})
 
     def check_same(self, ours: Any, theirs: Any, our_name: str, file: str) -> None:
@@ -252,7 +256,11 @@ def read_config(config: Any) -> Mapping[str, Any]:
     try:
         return json.loads(path.read_text())
     except json.JSONDecodeError as error:
-        raise SpecError(f"{path} is not JSON: {error}", code="config-file") from None
+        raise SpecError(
+            f"{path} is not JSON: {error}",
+            code="config-file",
+            next="give the config.json of a checkpoint",
+        ) from None
 
 
 def spec(
@@ -275,7 +283,7 @@ def spec_of_block(block: Block, config: Any) -> Spec:
     """A block with typed inputs as a spec of its own."""
     fn = block.fn
     labels = _parameters(fn)
-    untyped = [p for p in labels if not isinstance(fn.__annotations__.get(p), str)]
+    untyped = [p for p in labels if source.annotation(fn, p) is None]
     if len(untyped) > 1 or len(untyped) == len(labels) or labels[-1:] != tuple(untyped):
         raise SpecError(
             f"block {block.__name__} cannot stand alone: ({', '.join(labels)}) must be inputs "
@@ -304,7 +312,7 @@ def resolve(given: Any) -> Spec | Block | Rule:
         return given
     if not isinstance(given, str):
         raise SpecError(
-            f"a {type(given).__name__} is not a spec",
+            f"{given!r} is not a spec, block or rule",
             code="spec-unknown",
             next="decorate the function with @ar.spec(Config)",
         )
@@ -330,6 +338,7 @@ def _from_file(given: str) -> Spec | Block | Rule:
     key = f"{USER_MODULE}{path.stem}"
     place = importlib.util.spec_from_file_location(key, path.resolve())
     assert place is not None and place.loader is not None
+    source.refresh()
     module = importlib.util.module_from_spec(place)
     sys.modules[key] = module
     sys.path.insert(0, str(path.resolve().parent))
@@ -363,8 +372,8 @@ def trace(given: Any, preset: str | None = None, config: Any = None) -> Module:
 
 def _trace_block(block: Block, config: Any) -> Module:
     fn = block.fn
-    if config is None and all(isinstance(fn.__annotations__.get(p), str) for p in _parameters(fn)):
-        inputs = {p: types.parse(fn.__annotations__[p]) for p in _parameters(fn)}
+    inputs = {p: found for p in _parameters(fn) if (found := declared(fn, p))}
+    if config is None and len(inputs) == len(_parameters(fn)):
         return trace_entry(fn, block.__name__, inputs, {})
     return spec_of_block(block, config).trace(config)
 

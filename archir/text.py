@@ -16,6 +16,7 @@ text are checked by `verify`, which `parse` runs.
 from __future__ import annotations
 
 import ast
+import linecache
 from collections.abc import Mapping
 from typing import Any
 
@@ -160,6 +161,7 @@ def parse(text: str, file: str = "<ir>") -> Module:
 
 def parse_unverified(text: str, file: str = "<ir>") -> Module:
     """A module from its text; only syntax and names are checked."""
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     try:
         tree = ast.parse(text)
     except SyntaxError as error:

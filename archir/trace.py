@@ -7,8 +7,6 @@ number now (`if`, `float`, `np.asarray`, iteration …) is refused with the user
 
 from __future__ import annotations
 
-import ast
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -270,10 +268,10 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
                 "assign the result to a name instead",
             )
         if method != "__call__" or kwargs:
+            called = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
+            options = f" with {', '.join(sorted(kwargs))}" if kwargs else ""
             _refuse(
-                f"np.{ufunc.__name__}{'' if method == '__call__' else '.' + method}"
-                f"({'=…, '.join(['…', *sorted(kwargs)])}=…) is not traced" if kwargs else
-                f"np.{ufunc.__name__}.{method} is not traced",
+                f"np.{called}{options} is not traced",
                 f"use np.{ufunc.__name__} alone, or np.sum, np.mean and np.max over an axis",
             )
         if ufunc.__name__ == "matmul":
@@ -498,15 +496,13 @@ def declared(
     fn: Callable[..., Any], label: str, sizes: Mapping[str, int | Poly] | None = None
 ) -> Type | None:
     """The type a parameter is annotated with, as a string; None where it has none."""
-    note = fn.__annotations__.get(label)
-    if isinstance(note, str) and fn.__code__.co_flags & annotations.compiler_flag:
-        note = ast.literal_eval(note) if note[:1] in ("'", '"') else None
-    if not isinstance(note, str):
+    note = source.annotation(fn, label)
+    if note is None:
         return None
     try:
         return types.parse(note, sizes)
     except ArchirError as error:
-        raise error.at(source.annotation(fn, label)) from None
+        raise error.at(source.parameter(fn, label)) from None
 
 
 def _check_annotation(
@@ -522,7 +518,7 @@ def _check_annotation(
             f"{fn.__name__}: {label} is declared {want}, {x.type} was given",
             code="shape-mismatch",
             loc=loc,
-            facts=[f"declared: {fn.__annotations__[label]}", f"given: {x.value}", problem],
+            facts=[f"declared: {source.annotation(fn, label)}", f"given: {x.value}", problem],
             next=f"give {fn.__name__} an input of {want}, or change the annotation",
         )
 

@@ -125,9 +125,15 @@ def rotary_angles(positions: np.ndarray, size: int, theta: float) -> np.ndarray:
 def _infer_rotary(site: Site) -> tuple[Type, ...]:
     x, p = site.tensor(0), site.tensor(1)
     if x.rank != 4 or p.shape != x.shape[:2]:
-        raise site.fail("needs x: [B, T, H, D] and positions: [B, T]", "rank-mismatch")
+        raise site.fail(
+            "needs x: [B, T, H, D] and positions: [B, T]",
+            "rank-mismatch",
+            next="split x with ar.heads(x, 1, heads), and give ar.positions(tokens)",
+        )
     if isinstance(x.shape[3], int) and x.shape[3] % 2:
-        raise site.fail(f"head size {x.shape[3]} is odd, rotary turns pairs")
+        raise site.fail(
+            f"head size {x.shape[3]} is odd, rotary turns pairs", next="use an even size"
+        )
     return (x,)
 
 
@@ -151,15 +157,29 @@ def rotary(x: Any, positions: Any, seq: Rows | None = None, *, theta: float) -> 
 def _infer_attention(site: Site) -> tuple[Type, ...]:
     q, k, v = site.tensor(0), site.tensor(1), site.tensor(2)
     if not q.rank == k.rank == v.rank == 4:
-        raise site.fail("q, k, v need four axes [B, T, H, D]", "rank-mismatch")
+        raise site.fail(
+            "q, k, v need four axes [B, T, H, D]",
+            "rank-mismatch",
+            next="ar.heads(x, parts, heads) splits the last axis into heads",
+        )
     if len(site.operands) > 3:
         rows_of(site, 3)
     if not q.dtype == k.dtype == v.dtype:
-        raise site.fail(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}", "dtype-mismatch")
+        raise site.fail(
+            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}",
+            "dtype-mismatch",
+            next="bring all to the model's dtype: ar.cast(x, 'model')",
+        )
     if q.shape[3] != k.shape[3]:
-        raise site.fail(f"queries have size {q.shape[3]}, keys {k.shape[3]}")
+        raise site.fail(
+            f"queries have size {q.shape[3]}, keys {k.shape[3]}",
+            next="project both to one size per head; only values may have another",
+        )
     if k.shape[:3] != v.shape[:3]:
-        raise site.fail(f"keys are {list(k.shape[:3])}, values {list(v.shape[:3])}")
+        raise site.fail(
+            f"keys are {list(k.shape[:3])}, values {list(v.shape[:3])}",
+            next="give every token as many key heads as value heads",
+        )
     heads, groups = q.shape[2], k.shape[2]
     if not (isinstance(heads, int) and isinstance(groups, int)) or heads % groups:
         raise site.fail(

@@ -60,7 +60,7 @@ class Site:
 
     def fail(self, what: str, code: str = "shape-mismatch", next: str = "") -> ShapeError:
         """A ShapeError that lists the operands as facts."""
-        shown = [self.show(i) for i in range(len(self.operands))]
+        shown = tuple(dict.fromkeys(self.show(i) for i in range(len(self.operands))))
         return ShapeError(f"{self.kind}: {what}", code=code, facts=shown, next=next)
 
 
@@ -228,7 +228,12 @@ def bind(site: Site, wanted: tuple[Pattern, ...]) -> Binding:
     least = sum(not p.optional for p in wanted)
     if not least <= len(site.operands) <= len(wanted):
         count = str(least) if least == len(wanted) else f"{least} to {len(wanted)}"
-        raise site.fail(f"takes {count} operands, {len(site.operands)} given", "operand-count")
+        usage = ", ".join(f"[{p.name}]" if p.optional else p.name for p in wanted)
+        raise site.fail(
+            f"takes {count} operands, {len(site.operands)} given",
+            "operand-count",
+            next=f"write {site.kind}({usage})",
+        )
     binding = Binding(site.attrs)
     for index, pattern in zip(range(len(site.operands)), wanted, strict=False):
         found = site.tensor(index)
@@ -241,7 +246,11 @@ def _bind_dtype(site: Site, index: int, pattern: Pattern, found: Tensor, binding
     accepts = _ACCEPTS.get(pattern.dtype, lambda dtype: dtype == pattern.dtype)
     if not accepts(found.dtype):
         kind = {"f": "a float", "g": "a float", "i": "an integer"}.get(pattern.dtype, pattern.dtype)
-        raise site.fail(f"{pattern.name} must be {kind}, {found.dtype} given", "dtype-mismatch")
+        raise site.fail(
+            f"{pattern.name} must be {kind}, {found.dtype} given",
+            "dtype-mismatch",
+            next=f"give {pattern.name} a value of that dtype: tokens and positions are integers",
+        )
     before = binding.dtypes.setdefault(pattern.dtype, found.dtype)
     if pattern.dtype == "f" and before != found.dtype:
         raise site.fail(
@@ -258,7 +267,9 @@ def _bind_shape(site: Site, index: int, pattern: Pattern, found: Tensor, binding
         shape = f"[{', '.join(pattern.shape)}]"
         least = "at least " if star is not None else ""
         raise site.fail(
-            f"{pattern.name} needs {least}{fixed} axes {shape}, {found.rank} given", "rank-mismatch"
+            f"{pattern.name} needs {least}{fixed} axes {shape}, {found.rank} given",
+            "rank-mismatch",
+            next="ar.expand_dims adds an axis, x.reshape and ar.heads split one",
         )
     sizes = list(found.shape)
     pairs: list[tuple[str, int | Poly]] = []
@@ -270,7 +281,8 @@ def _bind_shape(site: Site, index: int, pattern: Pattern, found: Tensor, binding
         name = pattern.shape[star]
         if binding.axes.setdefault(name, middle) != middle:
             raise site.fail(
-                f"{pattern.name} has leading axes {middle}, expected {binding.axes[name]}"
+                f"{pattern.name} has leading axes {middle}, expected {binding.axes[name]}",
+                next="give operands of the same batch and tokens",
             )
         pairs = list(zip(pattern.shape[:star], sizes[:star], strict=True))
         pairs += zip(pattern.shape[star + 1 :], sizes[len(sizes) - tail :], strict=True)

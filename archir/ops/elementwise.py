@@ -124,7 +124,11 @@ def infer(site: Site) -> tuple[Type, ...]:
     if site.kind == "where":
         first = site.operands[0]
         if not isinstance(first, Tensor) or first.dtype != "bool":
-            raise site.fail("the condition must be bool", "dtype-mismatch")
+            raise site.fail(
+                "the condition must be bool",
+                "dtype-mismatch",
+                next="compare first, as in ar.where(x > 0, a, b)",
+            )
         carriers = tensors[1:]
     if not carriers:
         raise site.fail("one of the two branches must be a value", "operand-type")

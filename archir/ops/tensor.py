@@ -84,7 +84,10 @@ def _infer_split(site: Site) -> tuple[Type, ...]:
     for size in sizes:
         total = dims.add(total, size)
     if total != x.shape[axis]:
-        raise site.fail(f"pieces {sizes} add up to {total}, axis {axis} is {x.shape[axis]}")
+        raise site.fail(
+            f"pieces {sizes} add up to {total}, axis {axis} is {x.shape[axis]}",
+            next=f"make the pieces add up to {x.shape[axis]}",
+        )
     return tuple(Tensor(x.dtype, (*x.shape[:axis], s, *x.shape[axis + 1 :])) for s in sizes)
 
 
@@ -110,10 +113,16 @@ def _infer_concat(site: Site) -> tuple[Type, ...]:
     for index in range(len(site.operands)):
         other = site.tensor(index)
         if other.rank != first.rank or other.dtype != first.dtype:
-            raise site.fail("operands differ in rank or dtype")
+            raise site.fail(
+                "operands differ in rank or dtype",
+                next="bring all to one rank (ar.expand_dims) and one dtype (ar.cast)",
+            )
         pairs = zip(first.shape, other.shape, strict=True)
         if any(a != b for i, (a, b) in enumerate(pairs) if i != axis):
-            raise site.fail(f"operands differ outside axis {axis}")
+            raise site.fail(
+                f"operands differ outside axis {axis}",
+                next="make all other axes equal, or join along the axis that differs",
+            )
         total = dims.add(total, other.shape[axis])
     return (Tensor(first.dtype, (*first.shape[:axis], total, *first.shape[axis + 1 :])),)
 
@@ -135,7 +144,13 @@ def concat(*xs: Any, axis: int) -> Any:
 
 def _axis(site: Site, x: Tensor, axis: int) -> int:
     if not -x.rank <= axis < x.rank:
-        raise site.fail(f"axis {axis} is outside {x.rank} axes", "rank-mismatch")
+        raise site.fail(
+            f"axis {axis} is outside {x.rank} axes",
+            "rank-mismatch",
+            next=f"count from 0 to {x.rank - 1}, or from -{x.rank} to -1"
+            if x.rank
+            else "it has none",
+        )
     return axis % x.rank
 
 
@@ -144,7 +159,8 @@ def _infer_reshape(site: Site) -> tuple[Type, ...]:
     if dims.product(x.shape) != dims.product(shape):
         raise site.fail(
             f"{dims.product(x.shape)} elements do not fill {list(shape)}, "
-            f"which holds {dims.product(shape)}"
+            f"which holds {dims.product(shape)}",
+            next="give sizes whose product is the same; x.shape has B and T",
         )
     return (Tensor(x.dtype, tuple(shape)),)
 

@@ -5,8 +5,8 @@
 
 Mixed operands of elementwise ops meet in the widest dtype. State updates run in max(float32,
 dtype): their operands are cast, and for an operand with a bounded domain (a decay, a strength) the
-cast moves back through the elementwise ops that made it. `param_dtype` and `state_dtype` change
-what is stored, with a cast where it is read or written (D10).
+cast moves back through the elementwise ops that made it. `param_dtype` and `state_dtype`
+(of matrix states) change what is stored, with a cast where it is read or written (D10).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from archir import ir, types
-from archir.ir import Function, Module, Op, Operand, Value
+from archir.ir import Field, Function, Module, Op, Operand, Value
 from archir.ops import lookup
 from archir.ops.state import state_axes
 from archir.passes.rewrite import Rewriter
@@ -32,7 +32,7 @@ def precision(
     stored = {
         "weight": types.short_dtype(param_dtype or dtype),
         "buffer": types.short_dtype(param_dtype or dtype),
-        "state": types.short_dtype(state_dtype) if state_dtype else None,
+        "matrix": types.short_dtype(state_dtype) if state_dtype else None,
     }
     functions: dict[str, Function] = {}
     for function in module.functions:
@@ -66,7 +66,7 @@ class _Precision(Rewriter):
             self.inputs.append(self._moved(value, lambda v: self.concrete(v.type)))
         for field in self.old.fields:
             computed = self.concrete(field.value.type)
-            kept = self._stored_type(field.kind, field.value.type)
+            kept = self._stored_type(field)
             value = replace(field.value, type=kept)
             self.fields.append(replace(field, value=value))
             self.values[field.value] = value
@@ -76,11 +76,11 @@ class _Precision(Rewriter):
             self._op(op)
         return self.finish()
 
-    def _stored_type(self, kind: str, type_: Type) -> Type:
-        asked = self.stored.get(kind)
+    def _stored_type(self, field: Field) -> Type:
+        type_, asked = field.value.type, self.stored.get(field.attrs.get("kind", field.kind))
         if not isinstance(type_, Tensor) or not types.is_float(type_.dtype) or asked is None:
             return self.concrete(type_)
-        if kind == "state":
+        if field.kind == "state":
             return type_.with_dtype(asked)
         return type_.with_dtype(types.resolve(type_.dtype, asked))
 

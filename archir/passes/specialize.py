@@ -60,7 +60,7 @@ def specialize(module: Module, phase: str = "full", layout: str = "dense") -> Mo
     ordered = _ordered_functions(module)
     functions: dict[str, Function] = {}
     for function in module.functions:
-        if function.name in ordered:
+        if function.name in ordered or (function.role == "entry" and _tokens(function)):
             functions[function.name] = _function(function, functions, ordered, phase != "full")
         else:
             functions[function.name] = function
@@ -92,10 +92,21 @@ def _function(
     return new.finish()
 
 
+def _tokens(function: Function) -> Value | None:
+    """The input whose first two axes are rows and tokens."""
+    ranked = (v for v in function.inputs if isinstance(v.type, Tensor) and v.type.rank >= 2)
+    return next(ranked, None)
+
+
 def _make_sequence(new: Rewriter, stateful: bool) -> Value:
-    tokens = next(
-        (v for v in new.inputs if isinstance(v.type, Tensor) and v.type.rank >= 2), new.inputs[0]
-    )
+    tokens = _tokens(new.old)
+    if tokens is None:
+        raise UnsupportedError(
+            f"{new.old.name} orders tokens, but none of its inputs is [B, T, …]",
+            code="tokens-input",
+            loc=new.old.loc,
+            next='give it an input with tokens, for example x: "f[B, T, width]"',
+        )
     if not stateful:
         return new.emit("dense", tokens, hint="seq")
     length = new.field("state", "length", Tensor("i64", (dims.symbol("R"),)), kind="length")

@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 
 from archir import dims, source
-from archir.diagnostics import ArchirError, SpecError
-from archir.ir import Function, Module, Ref, Value
+from archir.diagnostics import ArchirError, Loc, SpecError
+from archir.ir import Function, Module, Op, Ref, Value
 from archir.trace import Builder, Program, Traced, building, current, emit, finish
 from archir.types import Tensor
 
-_DOMAIN = re.compile(r"^(<=\s*(?P<hi>\S+)|>=\s*(?P<lo>\S+)|(?P<a>\S+)\.\.(?P<b>\S+)|unit)$")
+_NUMBER = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|\.\d+|inf)"
+_DOMAIN = re.compile(rf"^(<=\s*{_NUMBER}|>=\s*{_NUMBER}|{_NUMBER}\.\.{_NUMBER}|unit)$")
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,11 @@ class Rule:
             raise self._bad("no parameter is a state", "the first parameters are the states")
         return states
 
-    def _bad(self, what: str, next: str = "") -> SpecError:
+    def _bad(self, what: str, next: str = "", loc: Loc | None = None) -> SpecError:
         return SpecError(
             f"rule {self.name}: {what}",
             code="rule-signature",
-            loc=source.definition(self.fn),
+            loc=loc or source.definition(self.fn),
             next=next or 'write for example "q:K k:K v:V beta: -> o:V"',
         )
 
@@ -95,7 +96,12 @@ class Rule:
     def function(self) -> Function:
         """The IR function: states and operands of one head and one token in, states and o out."""
         for name, text in self.domain.items():
-            if name not in self.operands or not _DOMAIN.match(text):
+            if name not in self.operands:
+                raise self._bad(
+                    f"the domain names {name!r}, which is no operand",
+                    f"operands: {', '.join(self.operands)}",
+                )
+            if not _DOMAIN.match(text):
                 raise self._bad(
                     f"domain {name!r}: {text!r} is not understood",
                     "a domain names an operand and is '<= a', '>= a', 'a..b' or 'unit'",
@@ -150,8 +156,9 @@ class Rule:
         wanted = {s: given[s] for s in self.states} | self.outputs
         if len(returned) != len(wanted):
             raise self._bad(
-                f"the body returns {len(returned)} values, the signature says {', '.join(wanted)}",
+                f"the body returns {len(returned)} of {', '.join(wanted)}",
                 "return the new states first, then the outputs",
+                source.returned(self.fn),
             )
         outputs: list[Value] = []
         for (name, shape), x in zip(wanted.items(), returned, strict=True):
@@ -161,6 +168,7 @@ class Rule:
                 raise self._bad(
                     f"{name} must be {want}, the body returns {have}",
                     "change the signature or the body",
+                    source.returned(self.fn),
                 )
             outputs.append(x.value)
         attrs: dict[str, Any] = {"states": len(self.states)}
@@ -246,9 +254,11 @@ class _Dim(Traced):
     __slots__ = ("dim",)
 
     def __init__(self, name: str) -> None:
-        made = emit("size", dim=dims.symbol(name), hint=f"size_{name}")
-        super().__init__(made.value, made.builder)
+        builder = current()
         self.dim = dims.symbol(name)
+        value = Value(builder.fresh(f"size_{name}"), Tensor("F"))
+        builder.ops.append(Op("size", (), (value,), {"dim": self.dim}))
+        super().__init__(value, builder)
 
 
 def _sizes(shape: Any) -> tuple[Any, ...]:

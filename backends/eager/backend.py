@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 from types import ModuleType
@@ -80,9 +80,7 @@ class Eager:
         module = model.lowered(phase, head)
         name = f"{phase}_{request.options.layout}_{head}"
         title = f"{request.name}: {phase}, {request.options.layout}, head {head}"
-        cache.write(
-            model._folder, {f"{name}.py": self.emit_program(module, request.module, title)}
-        )
+        cache.write(model._folder, {f"{name}.py": self.emit_program(module, request.module, title)})
         return getattr(self.load(model._folder, name), module.entry.name)
 
     def open_checkpoint(self, path: Path) -> weights.Checkpoint:
@@ -95,9 +93,9 @@ class Eager:
 
         return load_tokenizer(path)
 
-    def kernels(self, model: Model) -> Mapping[str, str]:
+    def kernels(self) -> tuple[str, ...]:
         """None: every op is a torch call."""
-        return {}
+        return ()
 
 
 def _source(module: ModuleType) -> str:

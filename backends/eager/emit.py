@@ -1,7 +1,7 @@
 """Prints a lowered module as PyTorch: one function per IR function, one line per op.
 
-Python names follow the spec: a value takes over the name of an older version (`x_1` → `x`) once that
-is dead, so code reads as it was written and intermediates are freed as they would be by hand.
+Python names follow the spec: a value takes over the name of an older version (`x_1` → `x`) once
+that is dead, so code reads as it was written and intermediates are freed as they would be by hand.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
+import textwrap
 from collections.abc import Collection
 
 from archir import dims
@@ -30,13 +31,22 @@ _TORCH = {
 }
 _RESERVED = {"self", "state", "torch", "F", "ar", *keyword.kwlist, *dir(builtins)}
 WIDTH = 100
+# Before these ops dead intermediates are freed: they make the largest values of a function.
+_LARGE = ("call", "linear", "attention", "logits", "cross_entropy")
 
 
 class Printer:
     """One function being printed. Called on an operand, it gives its Python expression."""
 
-    def __init__(self, function: Function, stateful: set[str], linears: Collection[str]) -> None:
+    def __init__(
+        self,
+        function: Function,
+        functions: Collection[str],
+        stateful: Collection[str],
+        linears: Collection[str],
+    ) -> None:
         self.function, self.stateful, self._linears = function, stateful, linears
+        self._reserved = _RESERVED | set(functions)
         self.names: dict[Value, str] = {}
         self.lines: list[str] = []
         self.symbols: dict[str, str] = {}
@@ -120,7 +130,7 @@ class Printer:
     def fresh(self, hint: str) -> str:
         """A Python name nothing holds."""
         name, ordinal = hint, 0
-        while name in self._holders or name in _RESERVED:
+        while name in self._holders or name in self._reserved:
             ordinal += 1
             name = f"{hint}_{ordinal}"
         self._holders[name] = None
@@ -131,7 +141,7 @@ class Printer:
         base = re.sub(r"(_\d+)+$", "", value.name) or value.name
         holder = self._holders.get(base)
         dead = holder is not None and self._last.get(holder, -1) <= self._now
-        if reuse and base not in _RESERVED and (base not in self._holders or dead):
+        if reuse and base not in self._reserved and (base not in self._holders or dead):
             name = base
         else:
             name = self.fresh(value.name)
@@ -156,7 +166,8 @@ class Printer:
         head = ([] if plain else ["self"]) + inputs
         head += ["state"] if function.name in self.stateful else []
         given = ", ".join(f"{v.name}: {v.type}" for v in function.inputs)
-        text = [f"def {function.name}({', '.join(head)}):", f'    """{given}"""']
+        text = [f"def {function.name}({', '.join(head)}):"]
+        text += _docstring(given)
         text += [f"    {line}" for line in self._sizes(inputs)]
         text += [f"    {line}" for line in self.lines]
         text.append(f"    return {returned}")
@@ -176,7 +187,25 @@ class Printer:
                     break
         return lines
 
+    def _free(self) -> None:
+        """`del` of dead intermediates, so that they do not stand beside what comes next."""
+        dead = [
+            name
+            for name, value in self._holders.items()
+            if value is not None
+            and value not in self.function.inputs
+            and self._last.get(value, -1) < self._now
+            and isinstance(value.type, Tensor)
+            and value.type.rank > 2
+        ]
+        if dead:
+            self.lines.append(f"del {', '.join(dead)}")
+        for name in dead:
+            del self._holders[name]
+
     def _op(self, op: Op) -> None:
+        if op.kind in _LARGE:
+            self._free()
         self._pinned_owner = None
         made = EMIT[op.kind](self, op)
         note = self._note(op)
@@ -193,6 +222,14 @@ class Printer:
         shape = shapes[0] if shapes else ""
         place = op.loc.short if op.loc else ""
         return f"  # {'  '.join(p for p in (shape, place) if p)}" if shape or place else ""
+
+
+def _docstring(text: str) -> list[str]:
+    """A docstring of one line, or of several where it is too wide."""
+    if len(text) <= WIDTH - 10:
+        return [f'    """{text}"""']
+    lines = textwrap.wrap(text, WIDTH - 8)
+    return [f'    """{lines[0]}', *(f"    {line}" for line in lines[1:-1]), f'    {lines[-1]}"""']
 
 
 def _fold(line: str) -> list[str]:
@@ -242,9 +279,9 @@ def emit_program(module: Module, traced: Module, title: str) -> str:
     """The source of a lowered module; `traced` decides which scopes are nn.Linear modules."""
     has_state = stateful(module)
     linears = {f.name: tree.linears(f) for f in traced.functions}
-    head = (
-        f'"""{title}\n\nEmitted by archir from the spec; one line per op, its shape and its line.\n"""'
-        "\n\nimport torch\nimport torch.nn.functional as F\n\nfrom . import support as ar"
-    )
-    body = [Printer(f, has_state, linears.get(f.name, ())).print() for f in _printed(module)]
+    about = "Emitted by archir from the spec; one line per op, its shape and its line."
+    imports = "import torch\nimport torch.nn.functional as F\n\nfrom . import support as ar"
+    head = f'"""{title}\n\n{about}\n"""\n\n{imports}'
+    names = [f.name for f in module.functions]
+    body = [Printer(f, names, has_state, linears.get(f.name, ())).print() for f in _printed(module)]
     return "\n\n\n".join([head, *body]) + "\n"

@@ -209,9 +209,7 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """One query per head and no mask: the heads of a group are the queries of one key head."""
     b, _, heads, d = q.shape
     folded = q.reshape(b, k.shape[2], heads // k.shape[2], d)
-    out = F.scaled_dot_product_attention(
-        folded, k.transpose(1, 2), v.transpose(1, 2), scale=scale
-    )
+    out = F.scaled_dot_product_attention(folded, k.transpose(1, 2), v.transpose(1, 2), scale=scale)
     return out.reshape(b, 1, heads, v.shape[3])
 
 
@@ -320,7 +318,7 @@ def cross_entropy(
     tail: Callable[[Tensor], Tensor] | None = None,
     chunk: int = 512,
 ) -> Tensor:
-    """Mean of logsumexp(z) − z[target] over targets ≠ −100, z = tail(x wᵀ); 0 where there is none."""
+    """Mean of logsumexp(z) − z[target] over targets ≠ −100, z = tail(x wᵀ); 0 without targets."""
     keep = (targets != -100).reshape(-1)
     x = x.reshape(-1, x.shape[-1])[keep]
     total = _ChunkedLoss.apply(x, w, targets.reshape(-1)[keep], tail, chunk)

@@ -61,7 +61,7 @@ def write(place: Path, files: dict[str, str]) -> list[Path]:
 
 def load(place: Path, name: str) -> ModuleType:
     """Imports `name.py` of a cache folder as a module of a package named after the folder."""
-    package = "archir_" + "".join(c if c.isalnum() else "_" for c in str(place.name))
+    package = "archir_emitted_" + hashlib.sha256(str(place.resolve()).encode()).hexdigest()[:16]
     if package not in sys.modules:
         spec = importlib.util.spec_from_file_location(
             package, place / "__init__.py", submodule_search_locations=[str(place)]

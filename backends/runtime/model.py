@@ -165,7 +165,7 @@ class Model(nn.Module):
 
     def kernels(self) -> list[str]:
         """What runs beyond torch calls; eager has no kernels of its own."""
-        return list(self._backend.kernels(self))
+        return list(self._backend.kernels())
 
     def empty_state(self, rows: int) -> State:
         """The state of `rows` rows before any token."""
@@ -248,9 +248,7 @@ class Model(nn.Module):
         self._check_ready()
         spec = self._request.spec
         config = spec.from_hf.publish(self.config) if spec.from_hf else {}
-        weights.save(
-            folder, self.tensors(), self.names("hf"), config, str(self._request.module)
-        )
+        weights.save(folder, self.tensors(), self.names("hf"), config, str(self._request.module))
 
     def names(self, convention: str) -> Mapping[str, Layout]:
         """Weight → published layout; a spec without names publishes its own."""
@@ -327,4 +325,3 @@ def _sample(
         beyond = sorted_p.cumsum(-1) - sorted_p >= top_p
         p = p.index_fill(0, order[beyond], 0.0)
     return int(torch.multinomial(p, 1, generator=generator))
-

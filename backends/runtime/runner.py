@@ -75,6 +75,3 @@ class Runner:
     def _outputs(self, made: Any) -> dict[str, np.ndarray]:
         outputs = made if isinstance(made, dict) else {self._names[0]: made}
         return {k: x.detach().double().numpy() for k, x in outputs.items()}
-
-
-

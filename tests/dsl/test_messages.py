@@ -7,6 +7,7 @@ from pathlib import Path
 from tests.dsl.messages import check_messages, spec_of
 
 TRAPS = {
+    "a line with other letters": 'é, w = "µ", x if x else -x\nreturn w',
     "if x": "if x:\n    x = -x\nreturn x",
     "while x > 0": "while x > 0:\n    x = x - 1\nreturn x",
     "x and y": "return x and x * 2",
@@ -29,7 +30,7 @@ TRAPS = {
     "np.add.reduce(x)": "return np.add.reduce(x)",
     "np.cumsum(x)": "return np.cumsum(x, axis=1)",
     "np.floor(x)": "return np.floor(x)",
-    "np.stack([x, x])": "return np.stack([x, x])",
+    "np.split(x, 2)": "return np.split(x, 2)[0]",
     "x @ x": "return x @ x",
     "x @ array": "return x @ np.ones((8, 8))",
     "x + array": "return x + np.ones(8)",
@@ -90,7 +91,8 @@ STRUCTURE = {
     "input that its annotation refuses": BLOCK
     + spec_of('y = ar.linear(x, 5, name="y")\nreturn layer(y, c, name="h")'),
     "value of another block": (
-        "@ar.block\ndef layer(x, y):\n    kept.append(x)\n    return x + kept[0]\n\n\nkept = []\n\n\n"
+        "kept = []\n\n\n"
+        "@ar.block\ndef layer(x, y):\n    kept.append(x)\n    return x + kept[0]\n\n\n"
         + spec_of('x = layer(x, x, name="h.0")\nreturn layer(x, x, name="h.1")')
     ),
     "value of the caller": (
@@ -115,44 +117,40 @@ STRUCTURE = {
     ),
 }
 
-RULE = '@ar.recurrence("{}"{})\ndef broken(S, q, k, v):\n    {}\n'
-BODY = "S = S + np.outer(k, v)\n    return S, q @ S"
+UPDATE = "S = S + np.outer(k, v)\n"
+BODY = f"{UPDATE}return S, q @ S"
+
+
+def rule_of(
+    body: str, signature: str = "q:K k:K v:V -> o:V", states: str = "S", **domain: str
+) -> str:
+    """A rule with this body, on the operands q, k and v."""
+    given = f'"{signature}", domain={domain}' if domain else f'"{signature}"'
+    lines = "".join(f"    {line}\n" for line in body.split("\n"))
+    return f"@ar.recurrence({given})\ndef broken({states}, q, k, v):\n{lines}"
+
 
 RULES = {
-    "no arrow": RULE.format("q:K k:K v:V", "", BODY),
-    "an operand without dims": RULE.format("q:K k:K v -> o:V", "", BODY),
-    "an operand twice": RULE.format("q:K k:K k:V -> o:V", "", BODY),
-    "parameters in another order": RULE.format("k:K q:K v:V -> o:V", "", BODY),
-    "an operand the body lacks": RULE.format("q:K k:K v:V g:K -> o:V", "", BODY),
-    "no state": RULE.format("S:K q:K k:K v:V -> o:V", "", BODY),
-    "two states without shapes": (
-        '@ar.recurrence("q:K k:K v:V -> o:V")\ndef broken(S, z, q, k, v):\n    return S, z, q @ S\n'
-    ),
-    "states stated under other names": RULE.format("A:K,V | q:K k:K v:V -> o:V", "", BODY),
-    "a state of unknown size": RULE.format("S:K,M | q:K k:K v:V -> o:V", "", BODY),
-    "a domain not understood": RULE.format(
-        "q:K k:K v:V -> o:V", ', domain={"k": "positive"}', BODY
-    ),
-    "a domain of nothing": RULE.format("q:K k:K v:V -> o:V", ', domain={"g": "<= 0"}', BODY),
-    "too few results": RULE.format("q:K k:K v:V -> o:V", "", "return q @ S"),
-    "an output of another shape": RULE.format(
-        "q:K k:K v:V -> o:K", "", "return S + np.outer(k, v), q @ S"
-    ),
-    "a body whose sizes disagree": RULE.format(
-        "q:K k:K v:V -> o:V", "", "S = S + np.outer(k, v) + k\n    return S, v @ S"
-    ),
-    "a state that is forgotten": RULE.format("q:K k:K v:V -> o:V", "", "return 0.0, q @ S"),
-    "if in a rule": RULE.format(
-        "q:K k:K v:V -> o:V", "", f"if k[0] > 0:\n        S = -S\n    {BODY}"
-    ),
-    "in place in a rule": RULE.format(
-        "q:K k:K v:V -> o:V", "", "S += np.outer(k, v)\n    return S, q @ S"
-    ),
-    "a length in a rule": RULE.format("q:K k:K v:V -> o:V", "", f"q = q / len(k)\n    {BODY}"),
-    "a dim as a number": RULE.format("q:K k:K v:V -> o:V", "", f"q = q / int(K)\n    {BODY}"),
-    "np.linalg in a rule": RULE.format(
-        "q:K k:K v:V -> o:V", "", f"k = k / np.linalg.norm(k)\n    {BODY}"
-    ),
+    "no arrow": rule_of(BODY, "q:K k:K v:V"),
+    "an operand without dims": rule_of(BODY, "q:K k:K v -> o:V"),
+    "an operand twice": rule_of(BODY, "q:K k:K k:V -> o:V"),
+    "parameters in another order": rule_of(BODY, "k:K q:K v:V -> o:V"),
+    "an operand the body lacks": rule_of(BODY, "q:K k:K v:V g:K -> o:V"),
+    "no state": rule_of(BODY, "S:K q:K k:K v:V -> o:V"),
+    "two states without shapes": rule_of("return S, z, q @ S", states="S, z"),
+    "states stated under other names": rule_of(BODY, "A:K,V | q:K k:K v:V -> o:V"),
+    "a state of unknown size": rule_of(BODY, "S:K,M | q:K k:K v:V -> o:V"),
+    "a domain not understood": rule_of(BODY, k="positive"),
+    "a domain of nothing": rule_of(BODY, g="<= 0"),
+    "too few results": rule_of("return q @ S"),
+    "an output of another shape": rule_of(BODY, "q:K k:K v:V -> o:K"),
+    "a body whose sizes disagree": rule_of(f"{UPDATE}S = S + k\nreturn S, q @ S"),
+    "a state that is forgotten": rule_of("return 0.0, q @ S"),
+    "if in a rule": rule_of(f"if np.sum(k) > 0:\n    S = -S\n{BODY}"),
+    "in place in a rule": rule_of("S += np.outer(k, v)\nreturn S, q @ S"),
+    "a length in a rule": rule_of(f"q = q / len(k)\n{BODY}"),
+    "a dim as a number": rule_of(f"q = q / int(K)\n{BODY}"),
+    "np.linalg in a rule": rule_of(f"k = k / np.linalg.norm(k)\n{BODY}"),
 }
 
 

@@ -31,7 +31,9 @@ def allowed(family: str, config: Any, weights: Any, tokens: np.ndarray, want: An
         return 1e-10 * float(np.abs(want).max())
     module = ar.lower(ar.trace(family, config=config), stage="precision", dtype=dtype)
     kinds = fields(module, "weight")
-    rounded = {k: to_dtype(v, resolve(kinds[k].value.type.dtype, short)) for k, v in weights.items()}
+    rounded = {
+        k: to_dtype(v, resolve(kinds[k].value.type.dtype, short)) for k, v in weights.items()
+    }
     (anchor,) = interpret(module, [tokens], rounded, dtype=dtype)[0].values()
     return max(2 * np.abs(anchor - want).max(), 8 * UNIT[short] * np.abs(want).max())
 
@@ -98,7 +100,9 @@ def test_loss_ignores_and_chunks() -> None:
     targets[rng.random(targets.shape) < 0.3] = -100
     loss = model.loss(tokens, targets)
     scores = model(tokens)
-    want = torch.nn.functional.cross_entropy(scores.flatten(0, 1), torch.from_numpy(targets).flatten())
+    want = torch.nn.functional.cross_entropy(
+        scores.flatten(0, 1), torch.from_numpy(targets).flatten()
+    )
     assert loss.item() == pytest.approx(want.item(), rel=1e-12)
     one, two = (torch.autograd.grad(x, list(model.parameters())) for x in (loss, want))
     for a, b in zip(one, two, strict=True):
