@@ -130,7 +130,7 @@ def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
     """A clause that names the closest known words: `did you mean 'gpt2'?`, or all when few."""
     import difflib
 
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     if close:
         return "did you mean " + " or ".join(repr(name) for name in close) + "?"
     return "known: " + ", ".join(sorted(known))

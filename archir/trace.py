@@ -427,7 +427,9 @@ def _einsum(equation: str, *xs: Traced) -> Traced:
 
 def _diag(x: Traced) -> Traced:
     (size,) = x.shape
-    return emit("mul", emit("expand_dims", x, axes=(1,)), emit("eye", dim=size))
+    dtype = _tensor(x).dtype
+    eye = emit("eye", dim=size, **({} if dtype == "F" else {"dtype": dtype}))
+    return emit("mul", emit("expand_dims", x, axes=(1,)), eye)
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -519,8 +521,17 @@ def _check_annotation(
             code="shape-mismatch",
             loc=loc,
             facts=[f"declared: {source.annotation(fn, label)}", f"given: {x.value}", problem],
-            next=f"give {fn.__name__} an input of {want}, or change the annotation",
+            next=_cast_hint(want, x.type)
+            or f"give {fn.__name__} an input of {want}, or change the annotation",
         )
+
+
+def _cast_hint(want: Type, have: Type) -> str:
+    both = isinstance(want, Tensor) and isinstance(have, Tensor)
+    if both and {want.dtype, have.dtype} == {"f", "F"}:
+        word = "model" if want.dtype == "f" else "float32"
+        return f"ar.cast(x, {word!r}): f is the model's dtype, F is float32 at least"
+    return ""
 
 
 def _returned(

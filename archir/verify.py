@@ -9,7 +9,7 @@ What may no longer exist at a stage is checked when a stage is given.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from archir import dims, ir, types
 from archir.diagnostics import ArchirError, Loc, VerifyError
@@ -74,6 +74,7 @@ def _function_problems(
         if value.name in defined:
             yield _error(f"{value.name} is defined twice {where}", "value-twice", value.loc)
         defined[value.name] = value
+    yield from _dtype_problems(defined.values(), stage)
     yield from _field_problems(function)
     yield from _symbol_problems(function)
     for op in function.ops:
@@ -128,10 +129,17 @@ def _op_problems(
     gone = definition.gone_after
     if gone and STAGES.index(stage) > STAGES.index(gone):
         yield _error(f"{op.kind} may not stand after {gone}", "op-gone", op.loc)
-    if STAGES.index(stage) >= STAGES.index("precision"):
-        for value in op.results:
-            if isinstance(value.type, types.Tensor) and value.type.dtype in types.ABSTRACT_FLOATS:
-                yield _error(f"{value} is abstract after precision", "dtype-abstract", op.loc)
+    yield from _dtype_problems(op.results, stage)
+
+
+def _dtype_problems(values: Iterable[Value], stage: str | None) -> Iterator[ArchirError]:
+    """After `precision` no float is abstract."""
+    if stage is None or STAGES.index(stage) < STAGES.index("precision"):
+        return
+    for value in values:
+        type_ = value.type.element if isinstance(value.type, types.List) else value.type
+        if isinstance(type_, types.Tensor) and type_.dtype in types.ABSTRACT_FLOATS:
+            yield _error(f"{value} is abstract after precision", "dtype-abstract", value.loc)
 
 
 def _field_problems(function: Function) -> Iterator[ArchirError]:

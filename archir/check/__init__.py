@@ -1,9 +1,7 @@
 """check: a spec's backends against NumPy, cell by cell.
 
 A cell is (backend, dtype, phase, T). Weights and inputs are rounded to the dtype, then the
-reference is the interpreter in float64. Allowed (D16): twice the error of the interpreter run in
-that dtype, with a floor of 8 u · max|ref|; in float64 1e-12 relative. Held overall and per chunk of
-64 tokens.
+reference is the interpreter in float64; `archir.check.tolerance` says what is allowed.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import numpy as np
 
 from archir import types
 from archir.check.inputs import context, random_inputs, random_weights
+from archir.check.tolerance import distance
 from archir.compile import Request, find_backend, request_for
 from archir.interp import interpret, to_dtype
 from archir.ir import Module, fields
@@ -25,8 +24,6 @@ from archir.pipeline import lower
 DTYPES = ("float64", "float32", "bfloat16")
 PHASES = ("full", "prefill", "decode", "state", "gradient")
 LENGTHS = (1, 7, 65)
-CHUNK = 64
-UNIT = {"f32": 2.0**-24, "bf16": 2.0**-8}
 
 
 @dataclass
@@ -172,48 +169,22 @@ def _row(
     anchor: dict[str, np.ndarray],
 ) -> dict[str, Any]:
     """The worst output and chunk of a cell: its error beside what is allowed."""
-    worst = (-1.0, 0.0, 0.0, "")
-    for name, want in reference.items():
-        have = np.asarray(made[name], np.float64)
-        if have.shape != want.shape:
-            worst = (np.inf, np.inf, 0.0, f"{name} has shape {list(have.shape)}")
-            break
-        error = np.abs(have - want)
-        allowed = _allowed(case.dtype, want, np.abs(np.asarray(anchor[name], np.float64) - want))
-        for label, part in _chunks(want, name):
-            found = float(np.max(error[part], initial=0.0))
-            found = np.inf if np.isnan(error[part]).any() else found
-            share = found / allowed if allowed else (np.inf if found else 0.0)
-            if share > worst[0]:
-                worst = (share, found, allowed, label)
-    share, found, allowed, label = worst
+    worst = max(
+        (
+            distance(made[name], want, anchor[name], case.dtype, name)
+            for name, want in reference.items()
+        ),
+        key=lambda d: d.share,
+    )
     return {
         "dtype": case.dtype,
         "phase": phase,
         "T": case.length,
-        "error": found,
-        "allowed": allowed,
-        "where": label,
-        "ok": bool(share <= 1.0),
+        "error": worst.error,
+        "allowed": worst.allowed,
+        "where": worst.where,
+        "ok": worst.ok,
     }
-
-
-def _allowed(dtype: str, want: np.ndarray, anchor: np.ndarray) -> float:
-    top = float(np.max(np.abs(want), initial=0.0))
-    short = types.short_dtype(dtype)
-    if short == "f64":
-        return 1e-12 * max(top, 1e-300)
-    return max(2.0 * float(np.max(anchor, initial=0.0)), 8.0 * UNIT[short] * top)
-
-
-def _chunks(want: np.ndarray, name: str) -> list[tuple[str, tuple[slice, ...]]]:
-    """The whole output, and its 64-token chunks where it has a token axis."""
-    found: list[tuple[str, tuple[slice, ...]]] = [(name, ())]
-    if want.ndim >= 2:
-        for start in range(0, want.shape[1], CHUNK):
-            part = (slice(None), slice(start, start + CHUNK))
-            found.append((f"{name}[:, {start}:{min(start + CHUNK, want.shape[1])}]", part))
-    return found
 
 
 def _gradient(

@@ -259,7 +259,11 @@ def _infer_einsum(site: Site) -> tuple[Type, ...]:
     for index, term in enumerate(terms):
         x = site.tensor(index)
         if x.dtype != dtype:
-            raise site.fail(f"operands are {dtype} and {x.dtype}", "dtype-mismatch")
+            raise site.fail(
+                f"operands are {dtype} and {x.dtype}",
+                "dtype-mismatch",
+                next="cast one of them: ar.cast(x, 'model') or ar.cast(x, 'float32')",
+            )
         if len(term) != x.rank:
             raise site.fail(f"term {term!r} names {len(term)} axes of {x.rank}", "rank-mismatch")
         for letter, size in zip(term, x.shape, strict=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from archir.diagnostics import Loc, UnsupportedError
+from archir.diagnostics import Loc, UnsupportedError, nearest
 from archir.ir import Module, Op
 from archir.passes.rewrite import Rewriter, rewrite
 
@@ -64,7 +64,7 @@ def _candidates(op: Op) -> tuple[Candidate, ...]:
 
 def _take(op: Op, candidates: tuple[Candidate, ...], form: str) -> str:
     if form not in FORMS:
-        raise UnsupportedError(f"form {form!r} is not one of {', '.join(FORMS)}", code="form")
+        raise UnsupportedError(f"there is no form {form!r}", code="form", next=nearest(form, FORMS))
     wanted = [c for c in candidates if form in ("auto", c.form) or op.kind == "attention"]
     legal = [c for c in wanted if not c.reason]
     if not legal:

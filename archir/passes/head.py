@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from archir import ir, types
-from archir.diagnostics import PassError, UnsupportedError
+from archir.diagnostics import PassError, UnsupportedError, nearest
 from archir.ir import Function, Module, Op, Ref, Value
 from archir.ops import lookup
 from archir.passes.rewrite import Rewriter
@@ -26,7 +26,7 @@ def head(module: Module, kind: str = "all") -> Module:
     if kind == "all":
         return module
     if kind not in HEADS:
-        raise UnsupportedError(f"head {kind!r} is not one of {', '.join(HEADS)}", code="head")
+        raise UnsupportedError(f"there is no head {kind!r}", code="head", next=nearest(kind, HEADS))
     entry = module.entry
     found = [op for op in entry.ops if op.kind == "logits"]
     if len(found) != 1:
@@ -92,8 +92,11 @@ def _loss(
     made = dict(functions)
     attrs = {}
     if tail:
-        made["head_tail"] = _scalars(logits, tail, scores)
-        attrs["tail"] = Ref("head_tail")
+        name = "head_tail"
+        while name in made:
+            name += "_"
+        made[name] = replace(_scalars(logits, tail, scores), name=name)
+        attrs["tail"] = Ref(name)
     new = Rewriter(entry, made)
     new.keep_signature()
     shape = logits.values[0].type

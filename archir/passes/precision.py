@@ -113,7 +113,7 @@ class _Precision(Rewriter):
             if isinstance(field.value.type, Tensor) and field.kind == "state":
                 operands = (self.to(operands[0], field.value.type.dtype),)
         elif op.kind in ("size", "eye", "fill"):
-            attrs["dtype"] = self.wide
+            attrs["dtype"] = types.resolve(attrs.get("dtype", "F"), self.model)
         elif family == "elementwise" or op.kind == "pointwise":
             operands = self._meet(op, operands)
         self.copy(op, operands, attrs)

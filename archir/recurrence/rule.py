@@ -268,7 +268,7 @@ def _sizes(shape: Any) -> tuple[Any, ...]:
 
 def _with_dims(fn: Callable[..., Any], names: set[str]) -> Callable[..., Any]:
     """The same function with declared dims bound as names and NumPy recorded (D7)."""
-    used = names & set(fn.__code__.co_names)
+    used = sorted(names & set(fn.__code__.co_names))
     numpy = {k: _NumPy() for k, v in fn.__globals__.items() if v is np}
     return _bound(fn, numpy | {name: _Dim(name) for name in used})
 
