@@ -45,7 +45,7 @@ def interpret(
     inputs: Mapping[str, Any] | list[Any] | tuple[Any, ...],
     weights: Mapping[str, Any] | None = None,
     state: Mapping[str, Any] | None = None,
-    seed: int | None = None,  # noqa: ARG001
+    seed: int | None = None,
     dtype: str = "float64",
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Runs the entry of a module.
@@ -77,6 +77,7 @@ def _by_position(entry: Function, inputs: list[Any] | tuple[Any, ...]) -> dict[s
         raise MismatchError(
             f"{entry.name} takes {len(names)} inputs ({', '.join(names)}), {len(inputs)} given",
             code="input-count",
+            next="give them in this order, or by name",
         )
     return dict(zip(names, inputs, strict=True))
 
@@ -87,6 +88,7 @@ def _get(found: Mapping[str, Any], name: str, what: str) -> Any:
             f"{what} {name!r} is missing",
             code="input-missing",
             facts=[f"given: {', '.join(sorted(found)) or 'nothing'}"],
+            next=f"give a {what} of this name",
         )
     return found[name]
 
@@ -196,6 +198,7 @@ def _bind(value: Value, x: Any, binding: dict[str, int]) -> None:
         raise MismatchError(
             f"{value} has {len(sizes)} axes, the array given has shape {list(shape)}",
             code="array-rank",
+            next=f"give an array of {len(sizes)} axes",
         )
     for size, have in zip(sizes, shape, strict=True):
         name = dims.bare(size)
@@ -204,5 +207,5 @@ def _bind(value: Value, x: Any, binding: dict[str, int]) -> None:
             raise MismatchError(
                 f"{value.name} has shape {list(shape)}, its type is {value.type}",
                 code="array-shape",
-                facts=[f"{size} = {want} expected, {have} given"],
+                facts=[f"{want if size == want else f'{size} = {want}'} expected, {have} given"],
             )

@@ -106,7 +106,7 @@ class Tensor(Layout):
     def leaves(self) -> tuple[Tensor, ...]:
         return (self,)
 
-    def resolve(self, present: Container[str]) -> Layout:  # noqa: ARG002
+    def resolve(self, present: Container[str]) -> Layout:
         return self
 
     def shapes(self, shape: Shape) -> dict[Tensor, Shape]:

@@ -67,7 +67,7 @@ def lower(
     module: Module,
     phase: str = "full",
     layout: str = "dense",
-    backend: str | None = None,  # noqa: ARG001
+    backend: str | None = None,
     stage: str | None = None,
     dtype: str = "float32",
     form: str = "auto",

@@ -159,7 +159,8 @@ def annotation(fn: Callable[..., Any], label: str) -> str | None:
     if not isinstance(note, str):
         return None
     if fn.__code__.co_flags & __future__.annotations.compiler_flag:
-        node = ast.parse(note, mode="eval").body
-        literal = isinstance(node, ast.Constant) and isinstance(node.value, str)
-        return node.value if literal else None
+        match ast.parse(note, mode="eval").body:
+            case ast.Constant(value=str(literal)):
+                return literal
+        return None
     return note

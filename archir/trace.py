@@ -374,7 +374,7 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
             "build a new value (ar.where, ar.concat)",
         )
 
-    def _in_place(self, other: Any) -> NoReturn:  # noqa: ARG002
+    def _in_place(self, other: Any) -> NoReturn:
         _refuse(
             f"{self.value.name} would be changed in place by an operator such as +=",
             "write x = x + y, which makes a new value",
@@ -527,8 +527,9 @@ def _check_annotation(
 
 
 def _cast_hint(want: Type, have: Type) -> str:
-    both = isinstance(want, Tensor) and isinstance(have, Tensor)
-    if both and {want.dtype, have.dtype} == {"f", "F"}:
+    if not (isinstance(want, Tensor) and isinstance(have, Tensor)):
+        return ""
+    if {want.dtype, have.dtype} == {"f", "F"}:
         word = "model" if want.dtype == "f" else "float32"
         return f"ar.cast(x, {word!r}): f is the model's dtype, F is float32 at least"
     return ""

@@ -77,15 +77,22 @@ def scan(*operands: Any, body: Callable[..., Any], carry: int, xs: int) -> Any:
 
     Operands: `carry` carried values, `xs` tensors whose first axis is scanned, then constants.
     """
-    carried = list(operands[:carry])
+    carried: tuple[Any, ...] = operands[:carry]
     scanned, consts = operands[carry : carry + xs], operands[carry + xs :]
-    stacked: list[list[Any]] = []
-    for step in range(scanned[0].shape[0]):
-        got = body(*carried, *(x[step] for x in scanned), *consts)
-        got = got if isinstance(got, tuple) else (got,)
-        carried = list(got[:carry])
-        stacked.append(list(got[carry:]))
-    results: tuple[Any, ...] = (*carried, *(np.stack(ys) for ys in zip(*stacked, strict=True)))
+
+    def step(*at: Any) -> tuple[Any, ...]:
+        got = body(*carried, *at, *consts)
+        return got if isinstance(got, tuple) else (got,)
+
+    count = scanned[0].shape[0]
+    rows = []
+    for index in range(count):
+        got = step(*(x[index] for x in scanned))
+        carried = got[:carry]
+        rows.append(got[carry:])
+    if not rows:  # no step: one on zeros says what the results look like
+        rows.append(step(*(np.zeros(x.shape[1:], x.dtype) for x in scanned))[carry:])
+    results = (*carried, *(np.stack(ys)[:count] for ys in zip(*rows, strict=True)))
     return results[0] if len(results) == 1 else results
 
 

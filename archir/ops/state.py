@@ -167,7 +167,11 @@ def state_update(*operands: Any, rule: Callable[..., Any], form: str = "") -> An
         picked = flat[index][token] if extra >= 2 else xs[index]
         return picked[head // (heads // picked.shape[0])] if extra in (1, 3) else picked
 
-    outputs: list[Any] = []
+    # What the outputs look like is asked of the rule, on zeros: there may be no token.
+    empty = [np.zeros(x.shape[x.ndim - r :], x.dtype) for x, r in zip(xs, ranks, strict=True)]
+    example = rule(*(np.zeros(s.shape[2:], s.dtype) for s in final), *empty)[states:]
+    lead = (seq.batch * seq.length, heads)
+    outputs = [np.zeros((*lead, *np.shape(o)), final[0].dtype) for o in example]
     for row, (start, stop, _) in enumerate(seq):
         for token in range(start, stop):
             for head in range(heads):
@@ -175,11 +179,7 @@ def state_update(*operands: Any, rule: Callable[..., Any], form: str = "") -> An
                 got = rule(*(s[row, head] for s in final), *inputs)
                 for s, new in zip(final, got, strict=False):
                     s[row, head] = new
-                made = got[states:]
-                if not outputs:
-                    lead = (seq.batch * seq.length, heads)
-                    outputs = [np.zeros((*lead, *np.shape(o)), final[0].dtype) for o in made]
-                for out, o in zip(outputs, made, strict=True):
+                for out, o in zip(outputs, got[states:], strict=True):
                     out[token, head] = o
     return (*(o.reshape(seq.batch, seq.length, *o.shape[1:]) for o in outputs), *final)
 

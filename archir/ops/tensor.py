@@ -74,7 +74,7 @@ def heads(x: Any, *, parts: int, heads: int) -> Any:
 )
 def merge(x: Any) -> Any:
     """[…, H, D] → […, H·D]."""
-    return x.reshape(*x.shape[:-2], -1)
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
 def _infer_split(site: Site) -> tuple[Type, ...]:

@@ -253,8 +253,8 @@ def _scored(
     n, m, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     w = wide(q.dtype)
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    s = torch.einsum("bihd,bjhd->bhij", q.to(w), k.to(w)) * scale
+    s = torch.einsum("bihd,bjhd->bhij", q.to(w), k.to(w))
+    s = s * (q.shape[3] ** -0.5 if scale is None else scale)
     i = torch.arange(m - n, m, device=q.device)[:, None]
     j = torch.arange(m, device=q.device)[None, :]
     h = torch.arange(q.shape[2], device=q.device)[:, None, None]

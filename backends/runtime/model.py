@@ -85,7 +85,7 @@ class Model(nn.Module):
     def prefill(
         self, tokens: Any, state: State | None = None, *, logits: str = "last", **layout: Any
     ) -> tuple[Any, State]:
-        """(logits, state) after tokens [B, T]; logits of the "last" token [B, 1, vocab] or "all"."""
+        """(logits, state) after tokens [B, T]; logits: "last" [B, 1, vocab], or "all"."""
         return self(tokens, phase="prefill", head=logits, state=state, **layout)
 
     def decode(self, tokens: Any, state: State, **layout: Any) -> tuple[Any, State]:
@@ -106,7 +106,7 @@ class Model(nn.Module):
         seed: int | None = None,
         stop: Sequence[int] = (),
     ) -> Iterator[int]:
-        """Up to n new token ids, one by one; greedy at temperature 0, ends after an id of `stop`."""
+        """Up to n new ids, one by one; greedy at temperature 0, ends after an id of `stop`."""
         generator = torch.Generator().manual_seed(seed) if seed is not None else None
         with torch.inference_mode():
             logits, state = self.prefill([list(ids)])
@@ -231,7 +231,7 @@ class Model(nn.Module):
     def load_weights(
         self, path: str | Path, progress: Callable[[int, int], None] | None = None
     ) -> Model:
-        """Loads published weights: a Hugging Face folder, `.safetensors` or `.gguf`. Returns self."""
+        """Loads a Hugging Face folder, a `.safetensors` or a `.gguf` file. Returns the model."""
         from backends.runtime import weights
 
         checkpoint = weights.open_checkpoint(path)

@@ -1,7 +1,8 @@
 """A state: what decoding carries from call to call, as a handle that is used once.
 
-Entries are nested by scope. `prefill` and `decode` consume a handle and return a new one: buffers are
-reused, so the old handle would show a past that has changed, and raises instead. `clone()` branches.
+Entries are nested by scope. `prefill` and `decode` consume a handle and return a new one: buffers
+are reused, so the old handle would show a past that has changed, and raises instead. `clone()`
+branches.
 """
 
 from __future__ import annotations

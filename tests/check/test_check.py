@@ -85,7 +85,9 @@ BREAKS: dict[str, tuple[Callable[[Any], None], str, str]] = {
     "the cache forgets its last write": (
         replaced("append", ".append(", ".append(0 * "), "gpt2", "decode",
     ),
-    "positions start again": (replaced("positions", ", seq", ", ar.dense(tokens)"), "gpt2", "decode"),
+    "positions start again": (
+        replaced("positions", ", seq", ", ar.dense(tokens)"), "gpt2", "decode",
+    ),
     "key heads are tiled": (
         replaced("repeat", ".repeat_interleave(2, 2)", ".tile(1, 1, 2, 1)"), KDA, "full",
     ),

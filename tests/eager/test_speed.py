@@ -1,4 +1,4 @@
-"""Speed and memory beside `transformers`: in one process, alternating, medians. Run with -m slow -s."""
+"""Speed and memory beside `transformers`: one process, alternating, medians; -m slow -s."""
 
 from __future__ import annotations
 

@@ -41,17 +41,17 @@ def square(S, q, k, v):
 def matrices(S, q, k, v, a, beta):
     """DeltaNet in the matrix form of its paper, with a decay; dims as names."""
     S = np.diag(np.exp(-a * a)) @ S
-    S = (np.eye(K) - beta * np.outer(k, k)) @ S + beta * np.outer(k, v)  # noqa: F821
-    return S, (q * K**-0.5) @ S  # noqa: F821
+    S = (np.eye(K) - beta * np.outer(k, k)) @ S + beta * np.outer(k, v)
+    return S, (q * K**-0.5) @ S
 
 
 @ar.recurrence("q:K k:K v:V -> o:V norm: top:K")
 def everything(S, q, k, v):
     """Three outputs, reductions, transposes, selections, constants."""
-    gate = np.where(k > 0, np.ones(K), 0.5 * np.ones(K))  # noqa: F821
-    S = gate[:, None] * S + np.einsum("k,v->kv", np.maximum(k, -1), v) + np.zeros((K, V))  # noqa: F821
+    gate = np.where(k > 0, np.ones(K), 0.5 * np.ones(K))
+    S = gate[:, None] * S + np.einsum("k,v->kv", np.maximum(k, -1), v) + np.zeros((K, V))
     centred = S - np.mean(S, axis=0, keepdims=True)
-    top = np.max(S, axis=1) - np.sum(S.T, axis=0) / V  # noqa: F821
+    top = np.max(S, axis=1) - np.sum(S.T, axis=0) / V
     return S, np.transpose(centred) @ q, np.sum(S * S), top
 
 

@@ -1,4 +1,4 @@
-"""A real model: SmolLM2-135M-Instruct from its GGUF file, token for token as `transformers` has it."""
+"""A real model: SmolLM2-135M-Instruct from its GGUF file, token for token as `transformers`."""
 
 from __future__ import annotations
 

@@ -35,5 +35,11 @@ def rotary(p: Printer, op: Op) -> str:
 @emits("attention")
 def attention(p: Printer, op: Op) -> str:
     named = {k: v for k, v in op.attrs.items() if k != "form"}
-    said = ", ".join(f"{k}={v.name if isinstance(v, Ref) else repr(v)}" for k, v in named.items())
+    said = ", ".join(f"{k}={_said(v)}" for k, v in named.items())
     return f"ar.attention({', '.join(p(x) for x in op.operands)}, {said})"
+
+
+def _said(value: object) -> str:
+    if isinstance(value, Ref):
+        return value.name
+    return f'"{value}"' if isinstance(value, str) else repr(value)
