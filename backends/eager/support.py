@@ -49,6 +49,32 @@ class Float32(Scope):
         return use(self)
 
 
+class Linear(nn.Linear):
+    """nn.Linear whose one-row product uses every core; parameters are made uninitialised."""
+
+    def reset_parameters(self) -> None:
+        """Nothing: weights are drawn or loaded by name."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x wᵀ + b"""
+        return linear(input, self.weight, self.bias)
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None = None, parts: int = 8) -> Tensor:
+    """x wᵀ + b; one float32 row on a CPU is split over the outputs.
+
+    A product with a single row is bound by reading w, and F.linear does that on one core (MKL sgemm
+    with M = 1). As a batch of row blocks of w, a view, it runs on all of them.
+    """
+    one_row = x.numel() == w.shape[1] and x.dtype == torch.float32 and not x.is_cuda
+    plain = type(w) in (nn.Parameter, Tensor) and w.is_contiguous() and w.shape[0] % parts == 0
+    if torch.is_grad_enabled() or not (one_row and plain) or torch.compiler.is_compiling():
+        return F.linear(x, w, b)
+    rows = x.reshape(1, 1, -1).expand(parts, 1, -1)
+    y = torch.bmm(rows, w.view(parts, -1, w.shape[1]).mT).view(*x.shape[:-1], w.shape[0])
+    return y if b is None else y + b
+
+
 def parameter(*shape: int, device: Any = None, dtype: Any = None) -> nn.Parameter:
     """An uninitialised parameter."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -118,13 +144,17 @@ class Cache:
     """A growing tensor [R, P, …] in storage that doubles, so that appending rarely copies.
 
     `append` writes in place and returns a new handle on the same storage; with gradients it is
-    functional. `moves` and `copied` count reallocations and the bytes they copied.
+    functional. `moves` and `copied` count reallocations and the bytes they copied. `reserve` is
+    how many entries are known to come: storage is made for them at once.
     """
 
-    __slots__ = ("copied", "length", "moves", "storage")
+    __slots__ = ("copied", "length", "moves", "reserve", "storage")
 
-    def __init__(self, storage: Tensor, length: int, moves: int = 0, copied: int = 0) -> None:
+    def __init__(
+        self, storage: Tensor, length: int, moves: int = 0, copied: int = 0, reserve: int = 16
+    ) -> None:
         self.storage, self.length, self.moves, self.copied = storage, length, moves, copied
+        self.reserve = reserve
 
     @property
     def rows(self) -> Tensor:
@@ -135,20 +165,20 @@ class Cache:
         """A handle with `x` [B, T, …] after what is there."""
         need = self.length + x.shape[1]
         if torch.is_grad_enabled() and (x.requires_grad or self.storage.requires_grad):
-            return Cache(torch.cat([self.rows, x], 1), need, self.moves, self.copied)
+            return Cache(torch.cat([self.rows, x], 1), need, self.moves, self.copied, self.reserve)
         storage, moves, copied = self.storage, self.moves, self.copied
         if need > storage.shape[1]:
-            room = max(need, 2 * storage.shape[1], 16)
+            room = max(need, 2 * storage.shape[1], self.reserve)
             storage = x.new_empty(x.shape[0], room, *x.shape[2:])
             storage[:, : self.length] = self.rows
             if self.length:
                 moves, copied = moves + 1, copied + self.rows.nbytes
         storage[:, self.length : need] = x
-        return Cache(storage, need, moves, copied)
+        return Cache(storage, need, moves, copied, self.reserve)
 
     def clone(self) -> Cache:
         """The same entries in storage of its own."""
-        return Cache(self.rows.clone(), self.length, self.moves, self.copied)
+        return Cache(self.rows.clone(), self.length, self.moves, self.copied, self.reserve)
 
 
 # ------------------------------------------------------------------------------------ attention
@@ -166,9 +196,7 @@ def rotary(x: Tensor, positions: Tensor, seq: Rows, theta: float) -> Tensor:
         # `positions` is kept beside the tables, so that its id stays its own
         seq.memo[key] = (torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), positions)
     cos, sin, _ = seq.memo[key]
-    half = x.shape[-1] // 2
-    turned = torch.cat([x[..., half:], x[..., :half]], -1)
-    return (x * cos + turned * sin).to(x.dtype)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 def attention(
@@ -186,7 +214,8 @@ def attention(
 ) -> Tensor:
     """softmax(scale · q kᵀ) v; q is [B, T, H, D], k and v [B, S, G, ·] with G dividing H.
 
-    A mask is materialised only where none of "no mask" and "causal square" says it.
+    A mask is materialised only where neither "no mask" nor "causal square" says it: with fewer
+    queries than keys, is_causal aligns at the top left, which is not what a past means.
     """
     k = k.rows if isinstance(k, Cache) else k
     v = v.rows if isinstance(v, Cache) else v
@@ -195,22 +224,12 @@ def attention(
         return _scored(q, k, v, seq, causal, window, scale, score, mask)
     hidden = (causal and n > 1) or (window is not None and m > window) or mask is not None
     square = causal and n == m and window is None and mask is None
-    if group > 1 and n == 1 and not hidden:
-        return _one_query(q, k, v, scale)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     seen = None if square or not hidden else _seen(q.device, n, m, seq, causal, window, mask)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=seen, is_causal=square and n > 1, scale=scale, enable_gqa=group > 1
     )
     return out.transpose(1, 2)
-
-
-def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """One query per head and no mask: the heads of a group are the queries of one key head."""
-    b, _, heads, d = q.shape
-    folded = q.reshape(b, k.shape[2], heads // k.shape[2], d)
-    out = F.scaled_dot_product_attention(folded, k.transpose(1, 2), v.transpose(1, 2), scale=scale)
-    return out.reshape(b, 1, heads, v.shape[3])
 
 
 def _seen(

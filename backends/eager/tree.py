@@ -97,7 +97,7 @@ def _class(function: Function, module: Module) -> str:
         weight, *bias = op.values[1:]
         assert isinstance(weight.type, Tensor)
         out, given = weight.type.shape
-        root.at(scope).made = f"nn.Linear({given}, {out}, bias={bool(bias)}, **kw)"
+        root.at(scope).made = f"ar.Linear({given}, {out}, bias={bool(bias)}, **kw)"
     for item in function.fields:
         owner, _ = split_path(item.path)
         if item.kind in ("weight", "buffer") and owner not in owned:

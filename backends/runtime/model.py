@@ -109,7 +109,8 @@ class Model(nn.Module):
         """Up to n new ids, one by one; greedy at temperature 0, ends after an id of `stop`."""
         generator = torch.Generator().manual_seed(seed) if seed is not None else None
         with torch.inference_mode():
-            logits, state = self.prefill([list(ids)])
+            state = self.empty_state(1, reserve=len(ids) + n)
+            logits, state = self.prefill([list(ids)], state)
             for index in range(n):
                 token = _sample(logits[0, -1], temperature, top_p, generator)
                 yield token
@@ -126,7 +127,8 @@ class Model(nn.Module):
         generator = torch.Generator().manual_seed(seed) if seed is not None else None
         found = self._input(tokens)
         with torch.inference_mode():
-            logits, state = self.prefill(found)
+            state = self.empty_state(found.shape[0], reserve=found.shape[1] + n)
+            logits, state = self.prefill(found, state)
             for index in range(n):
                 new = [_sample(row[-1], temperature, top_p, generator) for row in logits]
                 step = torch.tensor(new, device=found.device)[:, None]
@@ -167,9 +169,11 @@ class Model(nn.Module):
         """What runs beyond torch calls; eager has no kernels of its own."""
         return list(self._backend.kernels())
 
-    def empty_state(self, rows: int) -> State:
-        """The state of `rows` rows before any token."""
-        entries = states.empty(self.lowered("prefill", "last"), rows, self.device, self._support)
+    def empty_state(self, rows: int, reserve: int = 16) -> State:
+        """The state of `rows` rows before any token, with storage for `reserve` tokens each."""
+        entries = states.empty(
+            self.lowered("prefill", "last"), rows, self.device, self._support, reserve
+        )
         entries.setdefault("length", (0,) * rows)
         return State(entries, self)
 

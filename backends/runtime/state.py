@@ -93,7 +93,7 @@ def _walk(entries: dict[str, Any], scope: str) -> Iterator[tuple[str, Any]]:
             yield path, value
 
 
-def empty(module: Module, rows: int, device: Any, support: Any) -> dict[str, Any]:
+def empty(module: Module, rows: int, device: Any, support: Any, reserve: int) -> dict[str, Any]:
     """The entries of a lowered module before any token, nested by scope."""
     table = {f.name: f for f in module.functions}
     binding = {"R": rows, "P": 0}
@@ -111,7 +111,8 @@ def empty(module: Module, rows: int, device: Any, support: Any) -> dict[str, Any
                 made[field.path] = (0,) * rows
                 continue
             zeros = torch.zeros(shape, dtype=DTYPES[type_.dtype], device=device)
-            made[field.path] = support.Cache(zeros, 0) if kind == "kv" else zeros
+            kept = support.Cache(zeros, 0, reserve=reserve) if kind == "kv" else zeros
+            made[field.path] = kept
         for op in function.ops:
             if op.kind == "call":
                 inner = build(table[op.attrs["callee"].name])

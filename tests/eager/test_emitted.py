@@ -214,6 +214,23 @@ def test_taps_are_collected_by_path() -> None:
         np.testing.assert_allclose(x.numpy(), stored[path], rtol=1e-6)
 
 
+@pytest.mark.parametrize(("out", "given", "bias"), [(48, 20, True), (96, 33, False), (7, 5, True)])
+def test_one_row_products(out: int, given: int, bias: bool) -> None:
+    """The split product of a single row is F.linear's, and only float32 rows alone take it."""
+    model = ar.compile("gpt2", preset="tiny")
+    linear = model._support.linear
+    w, b = torch.randn(out, given), torch.randn(out) if bias else None
+    for shape in ((given,), (1, given), (1, 1, given), (2, 1, given)):
+        x = torch.randn(shape)
+        with torch.no_grad():
+            have = linear(x, w, b)
+        assert have.shape == (*shape[:-1], out)
+        want = torch.nn.functional.linear(x.double(), w.double(), None if b is None else b.double())
+        torch.testing.assert_close(have.double(), want, rtol=1e-5, atol=1e-5)
+    y = linear(torch.randn(1, given, requires_grad=True), w, b)
+    assert y.requires_grad
+
+
 MESSAGES = {
     "uninitialised": lambda m: ar.compile("gpt2", preset="tiny")([[1]]),
     "context": lambda m: m.prefill([[0] * 257]),

@@ -21,7 +21,7 @@ def linear(p: Printer, op: Op) -> str:
     owner = p.linear_owner(op)
     if owner:
         return f"{owner}({p(op.operands[0])})"
-    return f"F.linear({', '.join(p(x) for x in op.operands)})"
+    return f"ar.linear({', '.join(p(x) for x in op.operands)})"
 
 
 @emits("heads")
