@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ from archir.types import parse as type_of
 from tests.dsl.messages import HEAD
 from tests.goldens import check_golden
 from tests.recurrence.rules import RULES
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @ar.config
@@ -191,6 +196,23 @@ def _sized(x: "f[B, T, width]", c: Any) -> Any:
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_alone(name: str) -> None:
     check_golden(f"recurrence/{name}", print_module(ar.trace(RULES[name]), locs=False))
+
+
+def test_text_does_not_depend_on_the_process() -> None:
+    """No set or hash decides an order: content hashes name kernels and cache folders."""
+    code = (
+        "import archir as ar\n"
+        "print(ar.trace('tests/recurrence/rules.py:everything'))\n"
+        "print(ar.lower(ar.trace('tests/specs/kda.py:kda_lm', 'tiny'), 'decode'))\n"
+    )
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in "123"
+    }  # fmt: skip
+    assert len(texts) == 1
 
 
 def test_annotations_mean_the_same_when_python_keeps_them_as_text(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ DIFFERENT = {
     "another operand": ("neg(b)", "neg(c)"),
     "operands exchanged": ("concat(d, c", "concat(c, d"),
     "another input": ("exp(x)", "exp(y)"),
+    "inputs exchanged": ("(x: f[B, 4], y: f[B, 4]", "(y: f[B, 4], x: f[B, 4]"),
     "another path": ('weight("w"', 'weight("v"'),
     "another init": ("zeros()", "ones()"),
     "another output": ("return h", "return e"),
