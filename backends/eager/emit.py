@@ -195,8 +195,7 @@ class Printer:
             if value is not None
             and value not in self.function.inputs
             and self._last.get(value, -1) < self._now
-            and isinstance(value.type, Tensor)
-            and value.type.rank > 2
+            and _has_tokens(value)
         ]
         if dead:
             self.lines.append(f"del {', '.join(dead)}")
@@ -222,6 +221,13 @@ class Printer:
         shape = shapes[0] if shapes else ""
         place = op.loc.short if op.loc else ""
         return f"  # {'  '.join(p for p in (shape, place) if p)}" if shape or place else ""
+
+
+def _has_tokens(value: Value) -> bool:
+    """Whether a value grows with the tokens: a sequence (its memo), a tensor with symbolic axes."""
+    if isinstance(value.type, Tensor):
+        return value.type.rank > 1 and any(isinstance(size, Poly) for size in value.type.shape)
+    return isinstance(value.type, Sequence)
 
 
 def _docstring(text: str) -> list[str]:

@@ -145,7 +145,7 @@ class Cache:
 
     `append` writes in place and returns a new handle on the same storage; with gradients it is
     functional. `moves` and `copied` count reallocations and the bytes they copied. `reserve` is
-    how many entries are known to come: storage is made for them at once.
+    how many entries are known to come: the first growth makes room for them.
     """
 
     __slots__ = ("copied", "length", "moves", "reserve", "storage")
@@ -168,7 +168,8 @@ class Cache:
             return Cache(torch.cat([self.rows, x], 1), need, self.moves, self.copied, self.reserve)
         storage, moves, copied = self.storage, self.moves, self.copied
         if need > storage.shape[1]:
-            room = max(need, 2 * storage.shape[1], self.reserve)
+            # the first entries get what they need, so that a prompt's work stands beside no slack
+            room = max(need, 2 * storage.shape[1], self.reserve) if self.length else need
             storage = x.new_empty(x.shape[0], room, *x.shape[2:])
             storage[:, : self.length] = self.rows
             if self.length:
