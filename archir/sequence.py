@@ -31,6 +31,17 @@ class Rows:
         stops = tuple(s + length for s in starts)
         return Rows(batch, length, starts, stops, past or (0,) * batch)
 
+    @staticmethod
+    def ragged(
+        batch: int,
+        length: int,
+        start: tuple[int, ...],
+        stop: tuple[int, ...],
+        past: tuple[int, ...] | None = None,
+    ) -> Rows:
+        """Rows anywhere on the grid, in order: padded on either side, or packed in one line."""
+        return Rows(batch, length, start, stop, past or (0,) * len(start))
+
     def __len__(self) -> int:
         return len(self.start)
 
@@ -43,10 +54,47 @@ class Rows:
         return tuple(p + b - a for a, b, p in self)
 
     @property
+    def full(self) -> bool:
+        """Every row fills its line of the grid: there is no padding and nothing is packed."""
+        if "full" not in self.memo:
+            lines = len(self) == self.batch and all(
+                (a, b) == (row * self.length, (row + 1) * self.length)
+                for row, (a, b, _) in enumerate(self)
+            )
+            self.memo["full"] = lines
+        return self.memo["full"]
+
+    @property
     def uniform(self) -> bool:
         """All rows full and equally long in the past: no mask is needed anywhere."""
-        full = len(self) == self.batch and all(b - a == self.length for a, b, _ in self)
-        return full and len(set(self.past)) <= 1
+        return self.full and len(set(self.past)) <= 1
+
+    @property
+    def longest(self) -> int:
+        """The largest number of new tokens of a row."""
+        return max((b - a for a, b, _ in self), default=0)
+
+    def grid(self) -> tuple[np.ndarray, np.ndarray]:
+        """Flat token index and validity of step j of row r, [longest, rows] each.
+
+        Slots past a row's end repeat its last token, so that no invented value is ever computed
+        on (D6); a row without tokens repeats token 0.
+        """
+        if "grid" not in self.memo:
+            step = np.arange(self.longest)[:, None]
+            start, stop = np.array([*self.start, 0])[:-1], np.array([*self.stop, 0])[:-1]
+            valid = step < (stop - start)[None, :]
+            index = np.minimum(start + step, np.maximum(stop - 1, 0))
+            self.memo["grid"] = np.where(stop > start, index, 0), valid
+        return self.memo["grid"]
+
+    def single(self, row: int) -> Rows:
+        """One row alone, as a dense batch of its own."""
+        key = ("single", row)
+        if key not in self.memo:
+            a, b, past = self.start[row], self.stop[row], self.past[row]
+            self.memo[key] = Rows.dense(1, b - a, (past,))
+        return self.memo[key]
 
     def positions(self) -> np.ndarray:
         """Absolute position of every token, [batch, length]; 0 where no row owns the token."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from archir.diagnostics import MismatchError
-from archir.dims import Poly
+from archir.dims import Poly, symbol
 from archir.ops.base import Sample, Site, op
 from archir.sequence import Rows
 from archir.types import Sequence, Tensor, Type
@@ -39,6 +39,35 @@ def dense(x: Any, length: Any = None) -> Rows:
             next="decode with as many rows as the state was made with",
         )
     return Rows.dense(x.shape[0], x.shape[1], past)
+
+
+def _infer_ragged(site: Site) -> tuple[Type, ...]:
+    x, start = site.tensor(0), site.tensor(1)
+    if x.rank < 2:
+        raise site.fail("needs [B, T, …]", "rank-mismatch")
+    for index in range(1, len(site.operands)):
+        if site.tensor(index) != Tensor("i64", start.shape) or start.rank != 1:
+            raise site.fail("start, stop and length must be i64[R] of one R", "rank-mismatch")
+    return (Sequence(start.shape[0]),)
+
+
+@op(
+    "sequence",
+    infer=_infer_ragged,
+    samples=(
+        Sample(("i64[B, T]", "i64[R]", "i64[R]", "i64[R]")),
+        Sample(("f[B, T, 8]", "i64[R]", "i64[R]")),
+    ),
+    invalid=(
+        Sample(("i64[T]", "i64[R]", "i64[R]"), message="needs [B, T, …]"),
+        Sample(("i64[B, T]", "i64[R]", "i64[B]"), message="of one R"),
+    ),
+)
+def ragged(x: Any, start: Any, stop: Any, length: Any = None) -> Rows:
+    """The sequence of padded or packed tokens: row r is [start[r], stop[r]) of the flat grid."""
+    past = tuple(int(n) for n in length) if length is not None else None
+    bounds = (tuple(int(n) for n in side) for side in (start, stop))
+    return Rows.ragged(x.shape[0], x.shape[1], *bounds, past)
 
 
 @op(
@@ -112,9 +141,13 @@ def _infer_last(site: Site) -> tuple[Type, ...]:
     ),
 )
 def last(x: Any, seq: Rows) -> Any:
-    """The last token of each row, [R, 1, …]."""
+    """The last token of each row, [R, 1, …]; zero where a row has none."""
     flat = x.reshape(-1, *x.shape[2:])
-    return flat[[stop - 1 for stop in seq.stop]][:, None]
+    found = np.zeros((len(seq), 1, *x.shape[2:]), x.dtype)
+    for row, (start, stop, _) in enumerate(seq):
+        if stop > start:
+            found[row, 0] = flat[stop - 1]
+    return found
 
 
 def rotary_angles(positions: np.ndarray, size: int, theta: float) -> np.ndarray:
@@ -262,11 +295,14 @@ def attention(
     return out.reshape(*q.shape[:3], v.shape[3])
 
 
+STEPS = symbol("J")  # the longest row's new tokens: bound when the program runs (D3)
+
+
 def _infer_steps(site: Site) -> tuple[Type, ...]:
     x, rows = site.tensor(0), rows_of(site, 1)
     if x.rank < 2:
         raise site.fail("needs [B, T, …]", "rank-mismatch")
-    return (Tensor(x.dtype, (x.shape[1], rows, *x.shape[2:])),)
+    return (Tensor(x.dtype, (STEPS, rows, *x.shape[2:])),)
 
 
 @op(
@@ -279,26 +315,52 @@ def _infer_steps(site: Site) -> tuple[Type, ...]:
     ),
 )
 def steps(x: Any, seq: Rows) -> Any:
-    """Tokens by step: [B, T, …] → [T, R, …], step t of row r being its t-th token."""
-    return np.stack([x.reshape(-1, *x.shape[2:])[a:b] for a, b, _ in seq], axis=1)
+    """Tokens by step: [B, T, …] → [J, R, …], step j of row r being its j-th token."""
+    index, _ = seq.grid()
+    if not index.size:
+        return np.zeros((*index.shape, *x.shape[2:]), x.dtype)
+    return x.reshape(-1, *x.shape[2:])[index]
+
+
+@op(
+    "sequence",
+    infer=lambda site: (Tensor("bool", (STEPS, rows_of(site, 0))),),
+    samples=(Sample(("sequence[R]",)),),
+    invalid=(Sample(("i64[R]",), message="operand 1 must be a sequence"),),
+)
+def valid(seq: Rows) -> Any:
+    """Whether row r still has a j-th token, bool[J, R]."""
+    return seq.grid()[1]
+
+
+@op(
+    "sequence",
+    infer=lambda site: (rows_of(site, 1), site.tensor(0))[1:],
+    samples=(Sample(("i64[B, T]", "sequence[R]")),),
+    invalid=(Sample(("i64[B, T]", "i64[R]"), message="operand 2 must be a sequence"),),
+)
+def mask_targets(targets: Any, seq: Rows) -> Any:
+    """Targets, −100 (ignored) where no row owns the token."""
+    owned = np.zeros(targets.size, bool)
+    for start, stop, _ in seq:
+        owned[start:stop] = True
+    return np.where(owned.reshape(targets.shape), targets, -100)
 
 
 def _infer_unsteps(site: Site) -> tuple[Type, ...]:
     y, like, rows = site.tensor(0), site.tensor(1), rows_of(site, 2)
-    if y.shape[:2] != (like.shape[1], rows):
-        raise site.fail(
-            f"steps are [{like.shape[1]}, {rows}, …] on these tokens, {y} given", "rank-mismatch"
-        )
+    if y.shape[:2] != (STEPS, rows):
+        raise site.fail(f"steps are [{STEPS}, {rows}, …], {y} given", "rank-mismatch")
     return (Tensor(y.dtype, (*like.shape[:2], *y.shape[2:])),)
 
 
 @op(
     "sequence",
     infer=_infer_unsteps,
-    samples=(Sample(("f[T, R, 8]", "f[B, T, 4]", "sequence[R]")),),
+    samples=(Sample(("f[J, R, 8]", "f[B, T, 4]", "sequence[R]")),),
     invalid=(
-        Sample(("f[R, T, 8]", "f[B, T, 4]", "sequence[R]"), message="steps are [T, R, …]"),
-        Sample(("f[T, R, 8]", "f[B, T, 4]", "i64[R]"), message="operand 3 must be a sequence"),
+        Sample(("f[R, J, 8]", "f[B, T, 4]", "sequence[R]"), message="steps are [J, R, …]"),
+        Sample(("f[J, R, 8]", "f[B, T, 4]", "i64[R]"), message="operand 3 must be a sequence"),
     ),
 )
 def unsteps(y: Any, like: Any, seq: Rows) -> Any:

@@ -4,9 +4,10 @@
 → the ops of `situ` on whole tensors, in max(float32, dtype), then one cast
 
   o, S_1 = state_update(q, k, v, S, seq, rule=r, form="recurrent")
-→ q_1 = steps(q, seq); …                                       [T, R, H, ·]
+→ q_1 = steps(q, seq); …                                       [J, R, H, ·]
   S_1, o_1 = scan(S, q_1, k_1, v_1, body=r_step, carry=1, xs=3)
   o = unsteps(o_1, q, seq)
+  (in a ragged layout the body also takes `valid` and keeps the state of rows that have ended)
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from archir.types import Tensor
 def expand(module: Module) -> Module:
     """Writes pointwise functions and recurrent state updates as tensor ops."""
     functions: dict[str, Function] = {}
+    ragged = any(op.kind == "ragged" for op in module.entry.ops)
     for function in module.functions:
         new = Rewriter(function, functions)
         new.keep_signature()
@@ -33,7 +35,7 @@ def expand(module: Module) -> Module:
             if op.kind == "pointwise":
                 _pointwise(new, op)
             elif op.kind == "state_update":
-                _recurrent(new, op)
+                _recurrent(new, op, ragged)
             else:
                 new.copy(op)
         functions[function.name] = new.finish()
@@ -65,7 +67,7 @@ def _pointwise(new: Rewriter, op: Op) -> None:
         new.values[result] = made
 
 
-def _recurrent(new: Rewriter, op: Op) -> None:
+def _recurrent(new: Rewriter, op: Op, ragged: bool) -> None:
     rule = new.functions[op.attrs["rule"].name]
     states, count = state_axes(rule)
     operands = [new.value(x) for x in op.values]
@@ -86,6 +88,9 @@ def _recurrent(new: Rewriter, op: Op) -> None:
     order = [x for x, c in zip(scanned, constant, strict=True) if not c]
     consts = [x for x, c in zip(scanned, constant, strict=True) if c]
     body = _consts_last(batch(rule, lead, binding, f"{rule.name}_step"), states, constant)
+    if ragged:
+        order.append(new.emit("valid", seq, loc=op.loc))
+        body = _keep_ended(body, states, len(order) - 1 + states)
     name = _add(new, body)
     made = new.emit(
         "scan", *carried, *order, *consts, body=Ref(name), carry=states, xs=len(order),
@@ -131,6 +136,27 @@ def _by_step(
             times = dims.divide(heads, x.type.shape[0])
             x = new.emit("repeat", x, axis=0, times=times, hint=x.name, loc=op.loc)
     return new.emit("broadcast_to", x, shape=(*lead, *inner), hint=x.name, loc=op.loc)
+
+
+def _keep_ended(body: Function, states: int, place: int) -> Function:
+    """The body with one more scanned input, whether each row still has a token: where it has none,
+    the states stay as they were."""
+    new = Rewriter(body, {})
+    new.keep_signature()
+    first = body.inputs[0].type
+    assert isinstance(first, Tensor)
+    going = new.input("valid", Tensor("bool", first.shape[:1]))
+    new.inputs.insert(place, new.inputs.pop())
+    for op in body.ops:
+        new.copy(op)
+    outputs = [new.value(v) for v in body.outputs]
+    for index in range(states):
+        old, made = new.inputs[index], outputs[index]
+        assert isinstance(old.type, Tensor)
+        axes = tuple(range(1, old.type.rank))
+        each = new.emit("expand_dims", going, axes=axes, hint="going") if axes else going
+        outputs[index] = new.emit("where", each, made, old, hint=made.name)
+    return new.finish(outputs=tuple(outputs))
 
 
 def _consts_last(body: Function, states: int, constant: list[bool]) -> Function:

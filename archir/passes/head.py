@@ -3,6 +3,7 @@
     z = logits(x, w);  y = mul(z, 0.5)          (only elementwise ops may follow)
   → last:   x_1 = last(x, seq);  z = logits(x_1, w);  y = mul(z, 0.5)            [R, 1, vocab]
   → loss:   loss = cross_entropy(x, w, targets, tail=head_tail)                  a scalar
+            (targets outside of a ragged row are masked first)
 
 "loss" adds the input `targets: i64[B, T]` and returns nothing else.
 """
@@ -16,6 +17,7 @@ from archir.diagnostics import PassError, UnsupportedError, nearest
 from archir.ir import Function, Module, Op, Ref, Value
 from archir.ops import lookup
 from archir.passes.rewrite import Rewriter
+from archir.passes.specialize import SOURCES
 from archir.types import Tensor
 
 HEADS = ("all", "last", "loss")
@@ -75,7 +77,7 @@ def _tail(entry: Function, logits: Op) -> tuple[list[Op], Value]:
 def _last(entry: Function, logits: Op, functions: dict[str, Function]) -> Function:
     new = Rewriter(entry, functions)
     new.keep_signature()
-    made = next((op.result for op in entry.ops if op.kind == "dense"), None)
+    made = next((op.result for op in entry.ops if op.kind in SOURCES), None)
     for op in entry.ops:
         if op is logits:
             x, w = (new.value(v) for v in op.values)
@@ -102,10 +104,13 @@ def _loss(
     shape = logits.values[0].type
     assert isinstance(shape, Tensor)
     targets = new.input("targets", Tensor("i64", shape.shape[:2]))
+    seq = next((op.result for op in entry.ops if op.kind == "ragged"), None)
     outputs: tuple[Value, ...] = ()
     for op in entry.ops:
         if op is logits:
             x, w = (new[v] for v in op.operands)
+            if seq is not None:
+                targets = new.emit("mask_targets", targets, new.value(seq), hint="targets")
             loss = new.emit("cross_entropy", x, w, targets, hint="loss", loc=op.loc, **attrs)
             outputs = (loss,)
         elif op not in tail:

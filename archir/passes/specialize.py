@@ -11,8 +11,9 @@
               o, S_1 = state_update(q, k, v, S, seq, rule=r)
   → decode:   o, S_1 = state_update(q, k, v, attn_S, seq, rule=r);  store(S_1, path="attn.S")
 
-The entry makes the sequence once, `seq = dense(tokens, length)`; functions that need it take it as
-their last operand. `prefill` and `decode` are one program here: forms tell them apart later.
+The entry makes the sequence once, `seq = dense(tokens, length)` or, with the layout "ragged",
+`seq = ragged(tokens, start, stop, length)`; functions that need it take it as their last operand.
+`prefill` and `decode` are one program here: forms tell them apart later.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from archir.passes.rewrite import Rewriter
 from archir.types import Sequence, Tensor
 
 PHASES = ("full", "prefill", "decode")
-LAYOUTS = ("dense",)
+# ragged: left-padded, right-padded or packed; where rows lie is an input (D4)
+LAYOUTS = ("dense", "ragged")
+SOURCES = ("dense", "ragged")
 ORDERED = ("positions", "rotary", "attention", "state_update", "last")
 
 
 def is_specialized(module: Module) -> bool:
     """Whether sequences are explicit: the entry makes one, or nothing needs one."""
-    if any(op.kind == "dense" for op in module.entry.ops):
+    if any(op.kind in SOURCES for op in module.entry.ops):
         return True
     return not _ordered_functions(module)
 
@@ -61,19 +64,25 @@ def specialize(module: Module, phase: str = "full", layout: str = "dense") -> Mo
     functions: dict[str, Function] = {}
     for function in module.functions:
         if function.name in ordered or (function.role == "entry" and _tokens(function)):
-            functions[function.name] = _function(function, functions, ordered, phase != "full")
+            functions[function.name] = _function(
+                function, functions, ordered, phase != "full", layout
+            )
         else:
             functions[function.name] = function
     return Module(ir.callees_first(functions, module.entry.name))
 
 
 def _function(
-    function: Function, functions: dict[str, Function], ordered: set[str], stateful: bool
+    function: Function,
+    functions: dict[str, Function],
+    ordered: set[str],
+    stateful: bool,
+    layout: str,
 ) -> Function:
     new = Rewriter(function, functions)
     new.keep_signature()
     if function.role == "entry":
-        seq = _make_sequence(new, stateful)
+        seq = _make_sequence(new, stateful, layout)
     else:
         seq = new.input("seq", Sequence(dims.symbol("R")))
     counts: dict[str, int] = {}
@@ -98,7 +107,7 @@ def _tokens(function: Function) -> Value | None:
     return next(ranked, None)
 
 
-def _make_sequence(new: Rewriter, stateful: bool) -> Value:
+def _make_sequence(new: Rewriter, stateful: bool, layout: str) -> Value:
     tokens = _tokens(new.old)
     if tokens is None:
         raise UnsupportedError(
@@ -107,10 +116,14 @@ def _make_sequence(new: Rewriter, stateful: bool) -> Value:
             loc=new.old.loc,
             next='give it an input with tokens, for example x: "f[B, T, width]"',
         )
+    per_row = Tensor("i64", (dims.symbol("R"),))
+    places = []
+    if layout == "ragged":
+        places = [new.input("start", per_row), new.input("stop", per_row)]
     if not stateful:
-        return new.emit("dense", tokens, hint="seq")
-    length = new.field("state", "length", Tensor("i64", (dims.symbol("R"),)), kind="length")
-    seq = new.emit("dense", tokens, length, hint="seq")
+        return new.emit(layout, tokens, *places, hint="seq")
+    length = new.field("state", "length", per_row, kind="length")
+    seq = new.emit(layout, tokens, *places, length, hint="seq")
     new.emit("store", new.emit("advance", seq, hint="length"), path="length")
     return seq
 

@@ -15,6 +15,7 @@ from archir.compile import Request
 from archir.ir import Module, Op
 from archir.pipeline import Options
 from archir.types import short_dtype
+from backends.eager import cache as growing
 from backends.eager import support
 from backends.eager.emit import emit_program
 from backends.eager.ops import EMIT, UNSUPPORTED
@@ -45,6 +46,7 @@ class Eager:
         return {
             "__init__.py": f'"""{title}, emitted by archir."""\n',
             "support.py": _source(support),
+            "cache.py": _source(growing),
             "sequence.py": _source(archir.sequence),
             "modules.py": emit_tree(module, title),
         }
@@ -74,12 +76,12 @@ class Eager:
         """A model behind NumPy arrays, for `archir.check`."""
         return Runner(self.build(request))
 
-    def program(self, model: Model, phase: str, head: str) -> Callable[..., Any]:
+    def program(self, model: Model, phase: str, head: str, layout: str) -> Callable[..., Any]:
         """Emits, writes and loads one phase of a model; its entry function."""
         request = model._request
-        module = model.lowered(phase, head)
-        name = f"{phase}_{request.options.layout}_{head}"
-        title = f"{request.name}: {phase}, {request.options.layout}, head {head}"
+        module = model.lowered(phase, head, layout)
+        name = f"{phase}_{layout}_{head}"
+        title = f"{request.name}: {phase}, {layout}, head {head}"
         cache.write(model._folder, {f"{name}.py": self.emit_program(module, request.module, title)})
         return getattr(self.load(model._folder, name), module.entry.name)
 
@@ -102,7 +104,8 @@ def _source(module: ModuleType) -> str:
     """A module's source as it lies beside emitted files, which import nothing but torch."""
     assert module.__file__ is not None
     text = Path(module.__file__).read_text()
-    return text.replace("from archir.sequence import", "from .sequence import")
+    text = text.replace("from archir.sequence import", "from .sequence import")
+    return text.replace("from backends.eager.cache import", "from .cache import")
 
 
 EAGER = Eager()

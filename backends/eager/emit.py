@@ -96,13 +96,18 @@ class Printer:
         """A dtype in torch's words."""
         return _TORCH[name]
 
+    def device(self) -> str:
+        """The device of what is made from nothing: that of the first input."""
+        tensors = (v for v in self.function.inputs if isinstance(v.type, Tensor))
+        return next((f"{self.names[v]}.device" for v in tensors), '"cpu"')
+
     def factory(self, op: Op) -> str:
-        """dtype and device of a tensor made from nothing: the device of the first input."""
-        device = next(
-            (f"{self.names[v]}.device" for v in self.function.inputs if isinstance(v.type, Tensor)),
-            '"cpu"',
-        )
-        return f"dtype={self.dtype(self.type(op.result).dtype)}, device={device}"
+        """dtype and device of a tensor made from nothing."""
+        return self.factory_of(op.result)
+
+    def factory_of(self, value: Value) -> str:
+        """dtype and device of a value."""
+        return f"dtype={self.dtype(self.type(value).dtype)}, device={self.device()}"
 
     def linear_owner(self, op: Op) -> str | None:
         """The nn.Linear that holds this op's weight, if its weight is a field of its own."""

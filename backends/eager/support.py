@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from archir.sequence import Rows
+from backends.eager.cache import Cache, places
 
 # ------------------------------------------------------------------------------------ module tree
 
@@ -104,6 +105,16 @@ def dense(x: Tensor, length: tuple[int, ...] | None = None) -> Rows:
     return Rows.dense(x.shape[0], x.shape[1], length)
 
 
+def ragged(
+    x: Tensor,
+    start: tuple[int, ...],
+    stop: tuple[int, ...],
+    length: tuple[int, ...] | None = None,
+) -> Rows:
+    """The sequence of padded or packed tokens: row r is [start[r], stop[r]) of the flat grid."""
+    return Rows.ragged(x.shape[0], x.shape[1], start, stop, length)
+
+
 def positions(x: Tensor, seq: Rows, limit: int | None = None) -> Tensor:
     """Absolute positions, i64[B, T]."""
     if limit is not None and max(seq.lengths, default=0) > limit:
@@ -120,66 +131,50 @@ def positions(x: Tensor, seq: Rows, limit: int | None = None) -> Tensor:
 
 
 def last(x: Tensor, seq: Rows) -> Tensor:
-    """The last token of each row, [R, 1, …]."""
-    if seq.uniform:
+    """The last token of each row, [R, 1, …]; zero where a row has none."""
+    if seq.full and seq.length:
         return x[:, -1:]
-    flat = x.reshape(-1, *x.shape[2:])
-    return flat[[stop - 1 for stop in seq.stop]][:, None]
+    found = x.new_zeros(len(seq), 1, *x.shape[2:])
+    ends = [(row, stop - 1) for row, (start, stop, _) in enumerate(seq) if stop > start]
+    if not ends:
+        return found
+    row, token = torch.tensor(ends, device=x.device).unbind(1)
+    return found.index_put((row,), x.flatten(0, 1)[token][:, None])
 
 
 def steps(x: Tensor, seq: Rows) -> Tensor:
-    """[B, T, …] → [T, R, …]."""
-    return x.transpose(0, 1)
+    """[B, T, …] → [J, R, …]: step j of row r is its j-th token; ended rows repeat their last."""
+    if seq.full:
+        return x.transpose(0, 1)
+    index = torch.from_numpy(seq.grid()[0]).to(x.device)
+    return x.flatten(0, 1)[index]
 
 
 def unsteps(y: Tensor, like: Tensor, seq: Rows) -> Tensor:
-    """[T, R, …] → [B, T, …]."""
-    return y.transpose(0, 1)
+    """[J, R, …] → [B, T, …], zero where no row owns the token."""
+    if seq.full:
+        return y.transpose(0, 1)
+    row, position, token = places(seq, y.device)
+    step = position - torch.tensor(seq.past, device=y.device)[row]
+    flat = y.new_zeros(like.shape[0] * like.shape[1], *y.shape[2:])
+    return flat.index_put((token,), y[step, row]).unflatten(0, like.shape[:2])
 
 
-# --------------------------------------------------------------------------------------- state
+def valid(seq: Rows, device: torch.device) -> Tensor:
+    """Whether row r still has a j-th token, bool[J, R]."""
+    return torch.from_numpy(seq.grid()[1]).to(device)
 
 
-class Cache:
-    """A growing tensor [R, P, …] in storage that doubles, so that appending rarely copies.
+def mask_targets(targets: Tensor, seq: Rows) -> Tensor:
+    """Targets, −100 (ignored) where no row owns the token."""
+    _, _, token = places(seq, targets.device)
+    flat = torch.full_like(targets, -100).flatten()
+    return flat.index_put((token,), targets.flatten()[token]).view_as(targets)
 
-    `append` writes in place and returns a new handle on the same storage; with gradients it is
-    functional. `moves` and `copied` count reallocations and the bytes they copied. `reserve` is
-    how many entries are known to come: the first growth makes room for them.
-    """
 
-    __slots__ = ("copied", "length", "moves", "reserve", "storage")
-
-    def __init__(
-        self, storage: Tensor, length: int, moves: int = 0, copied: int = 0, reserve: int = 16
-    ) -> None:
-        self.storage, self.length, self.moves, self.copied = storage, length, moves, copied
-        self.reserve = reserve
-
-    @property
-    def rows(self) -> Tensor:
-        """What has been appended, [R, length, …]; a view."""
-        return self.storage[:, : self.length]
-
-    def append(self, x: Tensor, seq: Rows) -> Cache:
-        """A handle with `x` [B, T, …] after what is there."""
-        need = self.length + x.shape[1]
-        if torch.is_grad_enabled() and (x.requires_grad or self.storage.requires_grad):
-            return Cache(torch.cat([self.rows, x], 1), need, self.moves, self.copied, self.reserve)
-        storage, moves, copied = self.storage, self.moves, self.copied
-        if need > storage.shape[1]:
-            # the first entries get what they need, so that a prompt's work stands beside no slack
-            room = max(need, 2 * storage.shape[1], self.reserve) if self.length else need
-            storage = x.new_empty(x.shape[0], room, *x.shape[2:])
-            storage[:, : self.length] = self.rows
-            if self.length:
-                moves, copied = moves + 1, copied + self.rows.nbytes
-        storage[:, self.length : need] = x
-        return Cache(storage, need, moves, copied, self.reserve)
-
-    def clone(self) -> Cache:
-        """The same entries in storage of its own."""
-        return Cache(self.rows.clone(), self.length, self.moves, self.copied, self.reserve)
+def stack(steps: list[Tensor], shape: tuple[int, ...], dtype: Any, device: Any) -> Tensor:
+    """Steps stacked on a new first axis; also where there is none."""
+    return torch.stack(steps) if steps else torch.zeros((0, *shape), dtype=dtype, device=device)
 
 
 # ------------------------------------------------------------------------------------ attention
@@ -215,15 +210,20 @@ def attention(
 ) -> Tensor:
     """softmax(scale · q kᵀ) v; q is [B, T, H, D], k and v [B, S, G, ·] with G dividing H.
 
-    A mask is materialised only where neither "no mask" nor "causal square" says it: with fewer
-    queries than keys, is_causal aligns at the top left, which is not what a past means.
+    Padded or packed rows are computed one by one, each as if it were alone. A mask is materialised
+    only where neither "no mask" nor "causal square" says it: with fewer queries than keys,
+    is_causal aligns at the top left, which is not what a past means.
     """
     k = k.rows if isinstance(k, Cache) else k
     v = v.rows if isinstance(v, Cache) else v
+    if not seq.full:
+        how = {"causal": causal, "window": window, "scale": scale, "score": score, "mask": mask}
+        return _row_by_row(q, k, v, seq, keys, how)
     n, m, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     if score is not None:
         return _scored(q, k, v, seq, causal, window, scale, score, mask)
     hidden = (causal and n > 1) or (window is not None and m > window) or mask is not None
+    hidden = hidden or not seq.uniform
     square = causal and n == m and window is None and mask is None
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     seen = None if square or not hidden else _seen(q.device, n, m, seq, causal, window, mask)
@@ -231,6 +231,27 @@ def attention(
         q, k, v, attn_mask=seen, is_causal=square and n > 1, scale=scale, enable_gqa=group > 1
     )
     return out.transpose(1, 2)
+
+
+def _row_by_row(
+    q: Tensor, k: Tensor, v: Tensor, seq: Rows, keys: str, how: dict[str, Any]
+) -> Tensor:
+    """Attention of padded or packed rows: zero where no row owns the token."""
+    flat = q.flatten(0, 1)
+    made, at = [], 0
+    for row, (start, stop, past) in enumerate(seq):
+        if stop == start:
+            continue
+        if keys == "cache":
+            row_k, row_v = (x[row : row + 1, : past + stop - start] for x in (k, v))
+        else:
+            row_k, row_v = (x.flatten(0, 1)[None, start:stop] for x in (k, v))
+        made.append(flat.new_zeros(start - at, *q.shape[2:3], v.shape[3]))
+        alone = attention(flat[None, start:stop], row_k, row_v, seq.single(row), **how)
+        made.append(alone[0])
+        at = stop
+    made.append(flat.new_zeros(flat.shape[0] - at, *q.shape[2:3], v.shape[3]))
+    return torch.cat(made).unflatten(0, q.shape[:2])
 
 
 def _seen(
@@ -242,12 +263,13 @@ def _seen(
     window: int | None,
     mask: Callable[..., Tensor] | None,
 ) -> Tensor:
-    """bool[n, m]: which keys a query sees; made once per sequence and kind of attention."""
+    """Which keys a query sees, bool[n, m] or, for rows of unlike pasts, bool[R, 1, n, m]; made
+    once per sequence and kind of attention."""
     key = ("seen", n, m, causal, window, mask, device)
     if key not in seq.memo:
-        i = torch.arange(m - n, m, device=device)[:, None]
-        j = torch.arange(m, device=device)[None, :]
-        seen = torch.ones(n, m, dtype=torch.bool, device=device)
+        i, j = _query_key(device, n, m, seq)
+        # of rows with unlike pasts, the shorter have no key at the last positions
+        seen = torch.ones_like(i < j) if seq.uniform else j <= i[..., -1:, :]
         if causal:
             seen = seen & (j <= i)
         if window is not None:
@@ -256,6 +278,15 @@ def _seen(
             seen = seen & mask(i, j)
         seq.memo[key] = seen
     return seq.memo[key]
+
+
+def _query_key(device: torch.device, n: int, m: int, seq: Rows) -> tuple[Tensor, Tensor]:
+    """Absolute positions of queries [n, 1] (or [R, 1, n, 1]) and of keys [1, m]."""
+    j = torch.arange(m, device=device)[None, :]
+    if seq.uniform:
+        return torch.arange(m - n, m, device=device)[:, None], j
+    past = torch.tensor(seq.past, device=device)[:, None, None, None]
+    return past + torch.arange(n, device=device)[:, None], j
 
 
 def _scored(
@@ -275,11 +306,10 @@ def _scored(
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     s = torch.einsum("bihd,bjhd->bhij", q.to(w), k.to(w))
     s = s * (q.shape[3] ** -0.5 if scale is None else scale)
-    i = torch.arange(m - n, m, device=q.device)[:, None]
-    j = torch.arange(m, device=q.device)[None, :]
+    i, j = _query_key(q.device, n, m, seq)
     h = torch.arange(q.shape[2], device=q.device)[:, None, None]
     s = score(s, i, j, h)
-    if causal or window is not None or mask is not None:
+    if causal or window is not None or mask is not None or not seq.uniform:
         seen = _seen(q.device, n, m, seq, causal, window, mask)
         s = torch.where(seen, s, -torch.inf)
     # a query that sees nothing gives zero, as the meaning says

@@ -22,6 +22,7 @@ from archir.ir import Module
 from archir.layout import Layout, check_total, tensor
 from archir.pipeline import lower
 from backends.runtime import state as states
+from backends.runtime.layout import bounds
 from backends.runtime.state import State
 
 
@@ -35,8 +36,8 @@ class Model(nn.Module):
     def _attach(self, request: Request, backend: Any, folder: Path, support: Any) -> None:
         self._request, self._backend, self._folder = request, backend, folder
         self._support = support
-        self._programs: dict[tuple[str, str], Callable[..., Any]] = {}
-        self._lowered: dict[tuple[str, str], Module] = {}
+        self._programs: dict[tuple[str, str, str], Callable[..., Any]] = {}
+        self._lowered: dict[tuple[str, str, str], Module] = {}
         self._materialised = False
         self._limit = context(request.module)
         for path, module in self.named_modules():
@@ -54,32 +55,38 @@ class Model(nn.Module):
         phase: str = "full",
         head: str = "all",
         state: State | None = None,
+        targets: Any = None,
     ) -> Any:
-        """Logits [B, T, vocab] of tokens [B, T], or what `phase` and `head` ask for."""
-        if lengths is not None or cu_seqlens is not None or padding != "right":
-            raise UnsupportedError(
-                "lengths=, padding= and cu_seqlens= are not built yet: rows must be equally long",
-                code="layout",
-                next="batch rows of equal length",
-            )
+        """Logits [B, T, vocab] of tokens [B, T], or what `phase` and `head` ask for.
+
+        lengths: tokens of each row, the rest is `padding`.  cu_seqlens: ends of sequences packed in
+        one line [1, T]. Outputs at padding are finite and otherwise unspecified.
+        """
         self._check_ready()
         x = self._input(tokens)
+        rows = bounds(x.shape[0], x.shape[1], lengths, padding, cu_seqlens)
+        new = [x.shape[1]] * x.shape[0]
+        if rows is not None:
+            new = [b - a for a, b in zip(*rows, strict=True)]
+        given = [x, *inputs, *(rows or ())]
+        layout = "dense" if rows is None else "ragged"
         if phase == "full":
-            self._check_context(x.shape[1], ())
-            return self.program("full", head)(self, x, *inputs)
+            self._check_context(new, [0] * len(new))
+            given += [] if targets is None else [self._input(targets)]
+            return self.program("full", head, layout)(self, *given)
         if state is None:
-            state = self.empty_state(x.shape[0])
+            state = self.empty_state(len(new))
         state.check(self)
-        if len(state.lengths) != x.shape[0]:
+        if len(state.lengths) != len(new):
             raise MismatchError(
-                f"{x.shape[0]} rows of tokens meet a state of {len(state.lengths)} rows",
+                f"{len(new)} rows of tokens meet a state of {len(state.lengths)} rows",
                 code="state-rows",
                 next="decode with as many rows as the state was made with",
             )
-        self._check_context(x.shape[1], state.lengths)
-        run = self.program(phase, head)
+        self._check_context(new, state.lengths)
+        run = self.program(phase, head, layout)
         entries = state.take()
-        made = run(self, x, *inputs, entries)
+        made = run(self, *given, entries)
         return made, State(entries, self)
 
     def prefill(
@@ -94,7 +101,7 @@ class Model(nn.Module):
 
     def loss(self, tokens: Any, targets: Any, **layout: Any) -> torch.Tensor:
         """Mean cross entropy in float32; `targets` are already shifted, −100 is ignored."""
-        return self(tokens, self._input(targets), head="loss", **layout)
+        return self(tokens, targets=targets, head="loss", **layout)
 
     def stream(
         self,
@@ -143,22 +150,25 @@ class Model(nn.Module):
 
     # ---- programs
 
-    def lowered(self, phase: str = "full", head: str = "all") -> Module:
+    def lowered(self, phase: str = "full", head: str = "all", layout: str = "dense") -> Module:
         """The lowered module of a phase."""
-        key = (phase, head)
+        key = (phase, head, layout)
         if key not in self._lowered:
             o = self._request.options
             self._lowered[key] = lower(
-                self._request.module, phase, o.layout, dtype=o.dtype, form=o.form, head=head,
+                self._request.module, phase, layout, dtype=o.dtype, form=o.form, head=head,
                 param_dtype=o.param_dtype, state_dtype=o.state_dtype,
             )  # fmt: skip
         return self._lowered[key]
 
-    def program(self, phase: str = "full", head: str = "all") -> Callable[..., Any]:
+    def program(
+        self, phase: str = "full", head: str = "all", layout: str = "dense"
+    ) -> Callable[..., Any]:
         """The emitted entry function of a phase."""
-        if (phase, head) not in self._programs:
-            self._programs[phase, head] = self._backend.program(self, phase, head)
-        return self._programs[phase, head]
+        key = (phase, head, layout)
+        if key not in self._programs:
+            self._programs[key] = self._backend.program(self, *key)
+        return self._programs[key]
 
     @property
     def files(self) -> list[Path]:
@@ -294,15 +304,16 @@ class Model(nn.Module):
             )
         self._materialised = True
 
-    def _check_context(self, new: int, past: tuple[int, ...]) -> None:
-        total = new + max(past, default=0)
-        if self._limit is not None and total > self._limit:
-            raise MismatchError(
-                f"{total} tokens do not fit the context of {self._limit}",
-                code="context-exceeded",
-                facts=[f"{new} new tokens after {max(past, default=0)} of past"],
-                next=f"shorten the prompt to {self._limit} tokens, or use a longer context",
-            )
+    def _check_context(self, new: Sequence[int], past: Sequence[int]) -> None:
+        row = max(range(len(new)), key=lambda r: new[r] + past[r], default=None)
+        if self._limit is None or row is None or new[row] + past[row] <= self._limit:
+            return
+        raise MismatchError(
+            f"{new[row] + past[row]} tokens do not fit the context of {self._limit}",
+            code="context-exceeded",
+            facts=[f"{new[row]} new tokens after {past[row]} of past"],
+            next=f"shorten the prompt to {self._limit} tokens, or use a longer context",
+        )
 
     def _input(self, tokens: Any) -> torch.Tensor:
         x = tokens if isinstance(tokens, torch.Tensor) else torch.as_tensor(tokens)

@@ -14,7 +14,7 @@ from archir.ops import OPS, Sample, infer_op
 from archir.sequence import Rows
 from archir.types import Sequence, Tensor, Type
 
-SIZES = {"B": 2, "R": 2, "T": 5, "P": 4, "S": 7, "N": 3}
+SIZES = {"B": 2, "R": 2, "T": 5, "J": 5, "P": 4, "S": 7, "N": 3}
 PAST = (2, 2)  # of each row; at most P, and S holds it together with T
 
 # Ops that carry functions have no samples: tests/ops/test_control.py and test_state_update.py

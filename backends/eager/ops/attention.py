@@ -11,9 +11,14 @@ if TYPE_CHECKING:
     from backends.eager.emit import Printer
 
 
-@emits("dense", "last", "steps", "unsteps")
+@emits("dense", "ragged", "last", "steps", "unsteps", "mask_targets")
 def sequence(p: Printer, op: Op) -> str:
     return f"ar.{op.kind}({', '.join(p(x) for x in op.operands)})"
+
+
+@emits("valid")
+def valid(p: Printer, op: Op) -> str:
+    return f"ar.valid({p(op.operands[0])}, {p.device()})"
 
 
 @emits("advance")

@@ -38,7 +38,10 @@ def scan(p: Printer, op: Op) -> list[str]:
     body = op.attrs["body"].name
     lines.append(f"    {', '.join([*carried, *each])} = {body}({', '.join(inner)})")
     lines += [f"    {s}.append({e})" for s, e in zip(stacked, each, strict=True)]
-    lines += [f"{s} = torch.stack({s})" for s in stacked]
+    lines += [
+        f"{s} = ar.stack({s}, ({p.shape(p.type(v).shape[1:])},), {p.factory_of(v)})"
+        for s, v in zip(stacked, op.results[carry:], strict=True)
+    ]
     return lines
 
 
