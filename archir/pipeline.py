@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from archir.check.inputs import random_inputs
 from archir.diagnostics import PassError, UnsupportedError, nearest
 from archir.dims import bare
+from archir.inputs import random_inputs
 from archir.interp import interpret
 from archir.ir import Module, fields
 from archir.passes.canonicalize import canonicalize

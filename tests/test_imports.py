@@ -27,7 +27,7 @@ LAYERS = (
     "ir text source draw layout",
     "ops verify",
     "trace recurrence dsl",
-    "passes recurrence.lift interp check.inputs",
+    "passes recurrence.lift interp inputs",
     "pipeline spec analysis",
     "fuzz cost compile check",
     "cli",

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from archir import types
-from archir.check.inputs import context, random_inputs, random_weights
 from archir.check.tolerance import distance
 from archir.compile import Request, find_backend, request_for
+from archir.inputs import context, random_inputs, random_weights
 from archir.interp import interpret, to_dtype
 from archir.ir import Module, fields
 from archir.pipeline import lower

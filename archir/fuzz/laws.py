@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from archir.check.inputs import random_inputs
 from archir.diagnostics import ArchirError
+from archir.inputs import random_inputs
 from archir.interp import interpret
 from archir.ir import Module
 from archir.pipeline import STAGES, lower

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from archir import ir
-from archir.check.inputs import context
 from archir.compile import Request
 from archir.diagnostics import MismatchError, UnsupportedError
 from archir.draw import draw
+from archir.inputs import context
 from archir.ir import Module
 from archir.layout import Layout, check_total, tensor
 from archir.pipeline import lower

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import archir as ar
-from archir.check.inputs import random_inputs
 from archir.diagnostics import MismatchError
+from archir.inputs import random_inputs
 from archir.interp import empty_state, interpret, round_bf16
 from archir.passes.specialize import specialize
 from archir.pipeline import compare_phases

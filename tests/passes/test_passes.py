@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from archir import ir
-from archir.check.inputs import random_inputs
 from archir.diagnostics import ArchirError
+from archir.inputs import random_inputs
 from archir.interp import interpret
 from archir.ir import Module
 from archir.passes.canonicalize import canonicalize
