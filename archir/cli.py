@@ -32,6 +32,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 SpecArgument = Annotated[
@@ -126,7 +127,8 @@ def compile_(
     """Emit the code of every phase of a spec, and print where the files are."""
     model = compile_model(spec, preset, config, backend=backend, dtype=_dtype(dtype))
     for phase, head in (("full", "all"), ("prefill", "last"), ("decode", "all")):
-        model.program(phase, head)
+        if phase == "full" or model.causal:
+            model.program(phase, head)
     for file in model.files:
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
@@ -204,7 +206,7 @@ def _config_for(
             )
         return spec.configure(config=found)
     asked = spec.configure(preset, config)
-    if found and spec.from_hf is not None:
+    if found and spec.config_class is not None:
         name = f"preset {preset}" if config is None else str(config)
         spec.check_same(asked, spec.configure(config=found), name, str(weights))
     return asked

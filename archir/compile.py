@@ -6,6 +6,7 @@ import importlib.metadata
 from dataclasses import dataclass
 from typing import Any
 
+from archir import types
 from archir.diagnostics import SpecError, UnsupportedError, nearest
 from archir.dsl import Block
 from archir.ir import Module
@@ -28,14 +29,37 @@ class Request:
     device: str = "cpu"
 
 
-def find_backend(name: str) -> Any:
-    """An installed backend by name."""
+def require_backend(name: str) -> importlib.metadata.EntryPoint:
+    """Where an installed backend is found; loads nothing."""
     points = {p.name: p for p in importlib.metadata.entry_points(group=GROUP)}
     if name not in points:
         raise UnsupportedError(
             f"there is no backend {name!r}", code="backend", next=nearest(name, [*points])
         )
-    return points[name].load()
+    return points[name]
+
+
+def find_backend(name: str) -> Any:
+    """An installed backend by name."""
+    return require_backend(name).load()
+
+
+DTYPES = ("float32", "bfloat16", "float64")
+
+
+def _float(dtype: Any) -> Any:
+    """A dtype's name: `torch.bfloat16` and `bf16` are `bfloat16` too."""
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    name = {short: long for long, short in types.NAMES.items()}.get(name, name)
+    if name not in DTYPES:
+        raise UnsupportedError(
+            f"dtype {dtype!r} is not one a model computes in",
+            code="dtype",
+            next=f"use one of {', '.join(DTYPES)}",
+        )
+    return name
 
 
 def request_for(
@@ -62,6 +86,7 @@ def request_for(
         found = spec_of_block(found, config)
     if preset is None and config is None and default in found.presets:
         preset = default
+    dtype, param_dtype, state_dtype = (_float(d) for d in (dtype, param_dtype, state_dtype))
     chosen = found.configure(preset, config)
     options = Options(dtype=dtype, param_dtype=param_dtype, state_dtype=state_dtype, form=form)
     return Request(found.name, found.trace(chosen), chosen, found, options, device)

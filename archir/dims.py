@@ -17,6 +17,13 @@ from archir.diagnostics import ParseError, ShapeError
 
 Dim = "int | Poly"
 
+# Symbols the passes bring in; a size of a user's own has another name.
+RESERVED = {
+    "R": "the number of rows of a state",
+    "P": "the number of tokens a state has seen",
+    "J": "the number of steps of a recurrence",
+}
+
 
 @dataclass(frozen=True, order=True)
 class CeilDiv:

@@ -9,16 +9,26 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from archir import source, types
+from archir import source
 from archir.diagnostics import SpecError
 from archir.dims import Poly
 from archir.ir import Init, Ref
-from archir.trace import Traced, current, emit, init_of, trace_block, trace_scalars
-from archir.types import Tensor
+from archir.trace import (
+    SCALAR_ROLES,
+    Traced,
+    current,
+    emit,
+    init_of,
+    trace_block,
+    trace_scalars,
+)
+from archir.trace import expand_dims as _expand_dims
+from archir.trace import where as _where
+from archir.types import Tensor, is_float
 
 # --------------------------------------------------------------------------------- config and block
 
@@ -200,16 +210,24 @@ def linear(
 ) -> Traced:
     """x wᵀ + b on the last axis; weight [size, in] and bias [size] at `name.weight`, `name.bias`.
 
-    `size` may be a weight value, and `bias` a bias value: then no name is needed.
+    `size` may be a weight value, and `bias` a bias value; where both are, no name is needed. A bias
+    is made unless `bias=False`, or `size` is a value.
     """
-    if isinstance(size, Traced):
-        return emit("linear", x, size, *((bias,) if isinstance(bias, Traced) else ()))
-    _named(name, "linear")
-    w = weight(f"{name}.weight", [size, x.shape[-1]], init=init)
-    rest = (
-        (weight(f"{name}.bias", [size], init=bias_init or zeros()),) if bias in (None, True) else ()
-    )
-    return emit("linear", x, w, *rest, hint=_last(name))
+    if not (bias is None or isinstance(bias, bool | Traced)):
+        raise SpecError(
+            f"linear: bias={bias!r} is neither True, False nor a value",
+            code="linear-bias",
+            loc=source.caller()[0],
+            next="for a bias that starts at a number, give bias_init=ar.constant(x)",
+        )
+    own = not isinstance(size, Traced)
+    if own or bias is True:
+        _named(name, "linear")
+    w = weight(f"{name}.weight", [size, x.shape[-1]], init=init) if own else size
+    if bias is True or (bias is None and own):
+        bias = weight(f"{name}.bias", [w.shape[0]], init=bias_init or zeros())
+    rest = (bias,) if isinstance(bias, Traced) else ()
+    return emit("linear", x, w, *rest, hint=_last(name) if own else "")
 
 
 def _last(name: str | None) -> str:
@@ -296,8 +314,11 @@ def attention(
     window: how many positions a query sees, itself included.  scale: D^−½ by default.
     score(s, i, j, h) → s changes a score; mask(i, j) → bool keeps one; both are functions of
     scalars (query position i, key position j, head h).  name: of the KV cache in the state.
+    causal=False has only the phase `full`: prefill and decode cannot see later tokens, and whether
+    a mask hides them is not proven, so a mask that does is written beside causal=True.
     """
     program = current().program
+    current().enter_state("attention", name)
     attrs: dict[str, Any] = {"causal": causal}
     if window is not None:
         attrs["window"] = window
@@ -306,19 +327,21 @@ def attention(
     place = {"i": Tensor("i64"), "j": Tensor("i64")}
     if score is not None:
         given = {"s": Tensor("F"), **place, "h": Tensor("i64")}
-        attrs["score"] = Ref(trace_scalars(_bare(score), "pointwise", given, program))
+        attrs["score"] = Ref(trace_scalars(_taking(score, "score", given), given, program))
     if mask is not None:
-        attrs["mask"] = Ref(trace_scalars(_bare(mask), "pointwise", place, program))
+        attrs["mask"] = Ref(trace_scalars(_taking(mask, "mask", place), place, program))
     if name is not None:
         attrs["name"] = name
     return emit("attention", q, k, v, hint=name or "attention", **attrs)
 
 
-def logits(x: Traced, table: Traced | int, *, name: str | None = None) -> Traced:
+def logits(
+    x: Traced, table: Traced | int, *, name: str | None = None, init: Init | None = None
+) -> Traced:
     """Scores over the vocabulary: x wᵀ with a tied weight value, or `logits(x, vocab, name=…)`."""
     if not isinstance(table, Traced):
         _named(name, "logits")
-        table = weight(f"{name}.weight", [table, x.shape[-1]])
+        table = weight(f"{name}.weight", [table, x.shape[-1]], init=init)
     return emit("logits", x, table, hint="logits")
 
 
@@ -336,19 +359,53 @@ class Pointwise:
     def __call__(self, *args: Any) -> Any:
         if not any(isinstance(a, Traced) for a in args):
             return self.fn(*args)
-        labels = inspect.signature(self.fn).parameters
-        given = {label: Tensor("F") for label in labels}
-        fn = Ref(trace_scalars(self.fn, "pointwise", given, current().program))
-        return emit("pointwise", *args, fn=fn, hint=self.__name__)
+        labels = [*inspect.signature(self.fn).parameters]
+        if len(args) != len(labels):
+            _refuse_arguments(self.fn, f"it is given {len(args)}", f"give it ({', '.join(labels)})")
+        if current().role in SCALAR_ROLES:
+            return self.fn(*(_float(a) for a in args))
+        given = {k: Tensor("F") if isinstance(a, Traced) else a for k, a in zip(labels, args)}
+        fn = Ref(trace_scalars(self.fn, given, current().program))
+        values = (a for a in args if isinstance(a, Traced))
+        return emit("pointwise", *values, fn=fn, hint=self.__name__)
+
+
+def _float(x: Any) -> Any:
+    """What a pointwise function computes on: integers and bools as floats."""
+    exact = isinstance(x, Traced) and isinstance(x.type, Tensor) and not is_float(x.type.dtype)
+    return emit("cast", x, dtype="F") if exact else x
 
 
 def pointwise(fn: Callable[..., Any]) -> Pointwise:
-    """Turns a NumPy function of scalars into an op with meaning and emissions."""
+    """Turns a NumPy function of scalars into an op with meaning and emissions.
+
+    It is computed in float32 at least and rounded once. A number given to it is a constant of it.
+    """
     return Pointwise(fn)
 
 
-def _bare(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return fn.fn if isinstance(fn, Pointwise) else fn
+def _taking(fn: Callable[..., Any], what: str, given: Any) -> Callable[..., Any]:
+    """A score or mask function that takes what it will be given."""
+    bare = fn.fn if isinstance(fn, Pointwise) else fn
+    try:
+        inspect.signature(bare).bind(*given)
+    except TypeError:
+        wanted = f"({', '.join(given)})"
+        _refuse_arguments(bare, f"a {what} is given {wanted}", f"let it take {wanted}")
+    return bare
+
+
+def _refuse_arguments(fn: Callable[..., Any], what: str, next: str) -> NoReturn:
+    taken = ", ".join(inspect.signature(fn).parameters)
+    raise SpecError(
+        f"{fn.__name__} takes ({taken}), {what}",
+        code="argument-count",
+        loc=source.caller()[0],
+        facts=[f"{fn.__name__} is defined at {place.file}:{place.line}"]
+        if (place := source.definition(fn))
+        else [],
+        next=next,
+    )
 
 
 def _unary(kind: str) -> Callable[[Any], Traced]:
@@ -366,8 +423,8 @@ gelu_tanh = _unary("gelu_tanh")
 
 
 def where(condition: Traced, a: Any, b: Any) -> Traced:
-    """a where the condition holds, else b."""
-    return emit("where", condition, a, b)
+    """a where the condition holds, else b; each a value or a number."""
+    return _where(condition, a, b)
 
 
 def split(x: Traced, sizes: list[int] | tuple[int, ...], axis: int = -1) -> Any:
@@ -382,14 +439,26 @@ def concat(xs: list[Traced] | tuple[Traced, ...], axis: int = -1) -> Traced:
 
 def expand_dims(x: Traced, *axes: int) -> Traced:
     """New axes of size 1 at these places of the result."""
-    return emit("expand_dims", x, axes=axes)
+    return _expand_dims(x, axes)
+
+
+_CASTS = {"model": "f", "float32": "F", "int32": "i32", "int64": "i64", "bool": "bool"}
 
 
 def cast(x: Traced, dtype: str) -> Traced:
-    """`"model"` (the model's dtype) or `"float32"` (at least float32)."""
-    return emit(
-        "cast", x, dtype={"model": "f", "float32": "F"}.get(dtype) or types.short_dtype(dtype)
-    )
+    """`"model"` (the model's dtype), `"float32"` (at least float32), or an exact type by its name.
+
+    No other float: in float64 a cast between floats is the identity, so that float64 is exact.
+    """
+    if dtype not in _CASTS:
+        raise SpecError(
+            f"cast to {dtype!r}: a spec does not fix how a float is rounded, and knows "
+            f"{', '.join(map(repr, _CASTS))}",
+            code="cast-dtype",
+            loc=source.caller()[0],
+            next="ar.cast(x, 'model') rounds to the dtype the model is compiled for",
+        )
+    return emit("cast", x, dtype=_CASTS[dtype])
 
 
 def tap(name: str, x: Traced) -> Traced:

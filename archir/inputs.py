@@ -13,8 +13,8 @@ from archir.ir import Field, Init, Module, fields, scopes
 from archir.types import List, Tensor, Type
 
 
-def vocabulary(module: Module) -> int:
-    """The number of rows of the smallest table that integer inputs of the entry may index."""
+def vocabulary(module: Module, default: int = 16) -> int:
+    """The number of rows of the smallest table that inputs of the entry index; else `default`."""
     sizes = [
         op.values[1].type.shape[0]
         for _, function in scopes(module)
@@ -23,7 +23,7 @@ def vocabulary(module: Module) -> int:
         and isinstance(op.values[1].type, Tensor)
         and op.values[0] in module.entry.inputs
     ]
-    return min((s for s in sizes if isinstance(s, int)), default=16)
+    return min((s for s in sizes if isinstance(s, int)), default=default)
 
 
 def context(module: Module) -> int | None:

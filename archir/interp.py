@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from archir import dims, types
-from archir.diagnostics import MismatchError
+from archir.diagnostics import ArchirError, MismatchError
 from archir.dims import Poly
 from archir.ir import Function, Module, Op, Ref, Value, fields, join
 from archir.ops import lookup
@@ -153,7 +153,10 @@ class _Run:
             return
         attrs = {k: self.attr(v, binding, scope) for k, v in op.attrs.items()}
         with np.errstate(all="ignore"):
-            got = lookup(op.kind).meaning(*operands, **attrs)
+            try:
+                got = lookup(op.kind).meaning(*operands, **attrs)
+            except ArchirError as error:
+                raise error.at(op.loc) from None
             results = got if isinstance(got, tuple) else (got,)
             for value, x in zip(op.results, results, strict=True):
                 env[value] = self.enter(x, value)

@@ -152,6 +152,10 @@ class Module:
                 return function
         raise KeyError(name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Module:
+        """Itself: a module never changes."""
+        return self
+
     def __contains__(self, name: str) -> bool:
         return any(function.name == name for function in self.functions)
 

@@ -45,7 +45,6 @@ class Options:
     state_dtype: str | None = None
     form: str = "auto"
     taps: bool = True
-    training: bool = False
 
 
 def _specialize(module: Module, o: Options) -> Module:
@@ -81,9 +80,21 @@ def lower(
 ) -> Module:
     """A traced module after the passes up to `stage` (all of them by default).
 
+    backend: who will print it; it must be installed. Every backend gets the same module so far.
+    training: only False: the one thing it changes, dropout, is not built yet.
     check: 1 verifies after each pass, 2 also interprets before and after.
     """
-    options = Options(phase, layout, head, dtype, param_dtype, state_dtype, form, taps, training)
+    if training:
+        raise UnsupportedError(
+            "training=True asks for dropout, which is not built yet",
+            code="training",
+            next="leave it out: gradients and the loss need no other module",
+        )
+    if backend is not None:
+        from archir.compile import require_backend
+
+        require_backend(backend)
+    options = Options(phase, layout, head, dtype, param_dtype, state_dtype, form, taps)
     stage = stage or STAGES[-1]
     if stage not in STAGES:
         raise UnsupportedError(

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import math
 import sys
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +89,8 @@ class HuggingFace:
                     next=f"add {choices[0]!r}: without it {cls.__name__}.{name} is unknown",
                 )
         self._refuse_others({k: v for k, v in flat.items() if k not in used})
+        for name, value in values.items():
+            values[name] = _typed(cls, name, value, self.read[name].split("|")[0])
         return cls(**values)
 
     def _refuse_others(self, rest: Mapping[str, Any]) -> None:
@@ -141,6 +144,25 @@ class HuggingFace:
         return made
 
 
+def _typed(cls: type, name: str, value: Any, key: str) -> Any:
+    """A published value as its field's type; lists become tuples, whole floats stay floats."""
+    value = tuple(value) if isinstance(value, list) else value
+    hint = typing.get_type_hints(cls)[name]
+    kinds = [typing.get_origin(k) or k for k in (typing.get_args(hint) or (hint,))]
+    if typing.get_origin(hint) is tuple:
+        kinds = [tuple]
+    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) not in kinds:
+        raise SpecError(
+            f"config field {key!r} = {value!r} is a {type(value).__name__}, "
+            f"{cls.__name__}.{name} is {getattr(hint, '__name__', hint)}",
+            code="config-type",
+            next=f"write {key!r} as {' or '.join(k.__name__ for k in kinds)}",
+        )
+    return value
+
+
 def _flatten(found: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in found.items():
         if isinstance(value, Mapping) and value and key not in _INERT:
@@ -151,7 +173,7 @@ def _flatten(found: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
 
 @dataclass(frozen=True)
 class Spec:
-    """An architecture: a function of tokens and a config.
+    """An architecture: a function of tokens and a config (None where it takes no config).
 
     presets: name → config; every built-in has `tiny` and `full`.  from_hf: how `config.json` is
     read.  names: convention (`hf`, `gguf`) → function of the config → {weight: layout}.  ignore:
@@ -159,7 +181,7 @@ class Spec:
     """
 
     fn: Callable[..., Any]
-    config_class: type
+    config_class: type | None
     presets: Mapping[str, Any] = field(default_factory=dict)
     from_hf: HuggingFace | None = None
     names: Mapping[str, Callable[[Any], Mapping[str, Any]]] = field(default_factory=dict)
@@ -175,16 +197,25 @@ class Spec:
 
     def configure(self, preset: str | None = None, config: Any = None) -> Any:
         """The config of a preset, of a `config.json` (a path or its content), or the defaults."""
+        if self.config_class is None:
+            return None
+        if config is not None and preset is not None:
+            raise SpecError(
+                f"preset {preset!r} and a config were both given",
+                code="config-both",
+                next="give one of them",
+            )
         if config is not None:
-            if is_config(config):
+            if isinstance(config, self.config_class):
                 return config
-            if self.from_hf is None:
-                raise UnsupportedError(
-                    f"spec {self.name} does not say how to read a config.json",
-                    code="config-none",
-                    next="give @ar.spec(…, from_hf=ar.HuggingFace(…)), or use a preset",
+            if is_config(config):
+                raise SpecError(
+                    f"spec {self.name} takes a {self.config_class.__name__}, "
+                    f"a {type(config).__name__} was given",
+                    code="config-class",
+                    next=f"build a {self.config_class.__name__}",
                 )
-            return self.from_hf.config(self.config_class, read_config(config))
+            return self.published.config(self.config_class, read_config(config))
         if preset is None:
             return self.presets.get("full") or self.config_class()
         if preset not in self.presets:
@@ -197,13 +228,25 @@ class Spec:
             )
         return self.presets[preset]
 
+    @property
+    def published(self) -> HuggingFace:
+        """How configs are read and written: `from_hf`, or this spec's own fields by their names."""
+        if self.from_hf is not None or self.config_class is None:
+            return self.from_hf or HuggingFace(self.name, {})
+        found = dataclasses.fields(self.config_class)
+        absent = {f.name: f.default for f in found if f.default is not dataclasses.MISSING}
+        return HuggingFace(self.name, {f.name: f.name for f in found}, absent)
+
     def trace(self, config: Any) -> Module:
         """The module of this spec at a config."""
         labels = _parameters(self.fn)
-        inputs: dict[str, Type] = {}
-        for label in labels[:-1]:
-            inputs[label] = declared(self.fn, label, config_sizes((config,))) or TOKENS
-        return trace_entry(self.fn, self.name, inputs, {labels[-1]: config})
+        fixed = {} if self.config_class is None else {labels[-1]: config}
+        inputs: dict[str, Type] = {
+            label: declared(self.fn, label, config_sizes((config,))) or TOKENS
+            for label in labels
+            if label not in fixed
+        }
+        return trace_entry(self.fn, self.name, inputs, fixed)
 
     def check_same(self, ours: Any, theirs: Any, our_name: str, file: str) -> None:
         """Raise MismatchError unless a config and that of a weight file make the same program.
@@ -273,6 +316,22 @@ def spec(
 ) -> Callable[[Callable[..., Any]], Spec]:
     """Declares a spec; see `Spec`."""
 
+    if not (isinstance(config_class, type) and getattr(config_class, "__archir_config__", False)):
+        raise SpecError(
+            f"@ar.spec takes a config class, {config_class!r} was given",
+            code="spec-config",
+            loc=source.caller()[0],
+            next="write @ar.config above a class of sizes, then @ar.spec(ThatClass)",
+        )
+    for name, preset in (presets or {}).items():
+        if not isinstance(preset, config_class):
+            raise SpecError(
+                f"preset {name!r} is {preset!r}, not a {config_class.__name__}",
+                code="spec-preset",
+                loc=source.caller()[0],
+                next=f"write {name!r}: {config_class.__name__}(…)",
+            )
+
     def declare(fn: Callable[..., Any]) -> Spec:
         return Spec(fn, config_class, presets or {}, from_hf, names or {}, ignore)
 
@@ -280,17 +339,19 @@ def spec(
 
 
 def spec_of_block(block: Block, config: Any) -> Spec:
-    """A block with typed inputs as a spec of its own."""
+    """A block with typed inputs as a spec of its own; without a config all inputs are typed."""
     fn = block.fn
     labels = _parameters(fn)
-    untyped = [p for p in labels if source.annotation(fn, p) is None]
-    if len(untyped) > 1 or len(untyped) == len(labels) or labels[-1:] != tuple(untyped):
+    untyped = tuple(p for p in labels if source.annotation(fn, p) is None)
+    if config is None and not untyped:
+        return Spec(fn, None)
+    if not is_config(config) or len(untyped) == len(labels) or labels[-1:] != untyped:
         raise SpecError(
             f"block {block.__name__} cannot stand alone: ({', '.join(labels)}) must be inputs "
             "annotated by types in strings, then a config",
             code="block-alone",
             loc=source.definition(fn),
-            next='annotate its inputs, for example x: "f[B, T, width]"',
+            next='annotate its inputs, for example x: "f[B, T, width]", and give config=Config(…)',
         )
     return Spec(fn, type(config))
 
@@ -366,16 +427,8 @@ def trace(given: Any, preset: str | None = None, config: Any = None) -> Module:
     if isinstance(found, Rule):
         return found.trace()
     if isinstance(found, Block):
-        return _trace_block(found, config)
+        found = spec_of_block(found, config)
     return found.trace(found.configure(preset, config))
-
-
-def _trace_block(block: Block, config: Any) -> Module:
-    fn = block.fn
-    inputs = {p: found for p in _parameters(fn) if (found := declared(fn, p))}
-    if config is None and len(inputs) == len(_parameters(fn)):
-        return trace_entry(fn, block.__name__, inputs, {})
-    return spec_of_block(block, config).trace(config)
 
 
 def fields_of(config: Any) -> dict[str, Any]:

@@ -7,6 +7,9 @@ number now (`if`, `float`, `np.asarray`, iteration …) is refused with the user
 
 from __future__ import annotations
 
+import inspect
+import keyword
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,12 +31,17 @@ from archir.ir import (
     Value,
     callees_first,
     identifier,
+    join,
 )
 from archir.ops import infer_op, lookup
 from archir.text import print_function
 from archir.types import Tensor, Type
 
 _stack: list[Builder] = []
+
+# Functions without a scope: of scalars, or of one head and one token. A pointwise function called
+# in one of them is part of it.
+SCALAR_ROLES = ("pointwise", "rule")
 
 
 class Program:
@@ -57,14 +65,15 @@ class Program:
 
 
 class Builder:
-    """One function while it is traced."""
+    """One function while it is traced; `role` as in `archir.ir`."""
 
-    def __init__(self, program: Program, name: str, loc: Loc | None) -> None:
-        self.program, self.name, self.loc = program, identifier(name), loc
+    def __init__(self, program: Program, name: str, loc: Loc | None, role: str = "block") -> None:
+        self.program, self.name, self.loc, self.role = program, identifier(name), loc, role
         self.inputs: list[Value] = []
         self.fields: list[Field] = []
         self.ops: list[Op] = []
         self.scopes: dict[str, Loc | None] = {}
+        self.states: dict[str, Loc | None] = {}
         self._taken: dict[str, int] = {}
 
     def fresh(self, hint: str) -> str:
@@ -83,6 +92,16 @@ class Builder:
 
     def field(self, kind: str, path: str, type_: Type, attrs: Mapping[str, Any]) -> Traced:
         loc, _ = source.caller()
+        if kind != "tap":
+            _check_name(kind, path, loc)
+        if self.role in SCALAR_ROLES:
+            raise SpecError(
+                f"{kind} {path!r} is made inside of the {self.role} function {self.name}, "
+                "which has no scope to keep it in",
+                code="field-inside",
+                loc=loc,
+                next=f"make it outside, and give it to {self.name} as an operand",
+            )
         for other in self.fields:
             if other.path == path:
                 raise _twice(f"{kind} {path!r}", other.value.loc, loc)
@@ -92,30 +111,37 @@ class Builder:
 
     def enter_scope(self, name: str) -> None:
         loc, _ = source.caller()
+        _check_name("scope", name, loc)
         if name in self.scopes:
             raise _twice(f"scope {name!r}", self.scopes[name], loc)
         self.scopes[name] = loc
 
+    def enter_state(self, kind: str, name: str | None) -> None:
+        """Takes the name of an attention's or a rule's state; None is named by its order."""
+        if name is None:
+            return
+        loc, _ = source.caller()
+        if name in self.states:
+            raise _twice(f"{kind} {name!r}", self.states[name], loc)
+        self.states[name] = loc
+
     def finish(
         self,
         outputs: Sequence[Value],
-        role: str,
         names: tuple[str, ...] = (),
         attrs: Mapping[str, Any] | None = None,
     ) -> Function:
-        function = Function(
+        return Function(
             self.name,
             tuple(self.inputs),
             tuple(self.fields),
             tuple(self.ops),
             tuple(outputs),
-            role,
+            self.role,
             names,
             dict(attrs or {}),
             self.loc,
         )
-        _refuse_unused(function)
-        return function
 
 
 def _twice(what: str, first: Loc | None, second: Loc | None) -> SpecError:
@@ -128,20 +154,62 @@ def _twice(what: str, first: Loc | None, second: Loc | None) -> SpecError:
     )
 
 
-def _refuse_unused(function: Function) -> None:
-    """A weight that reaches no output is an error (D11: judged on what was traced)."""
-    needed: set[Value] = set(function.outputs)
-    for op in reversed(function.ops):
-        if lookup(op.kind).effect or op.kind == "call" or needed & set(op.results):
-            needed |= set(op.values)
-    for field in function.fields:
-        if field.kind in ("weight", "buffer") and field.value not in needed:
-            raise SpecError(
-                f"{field.kind} {field.path!r} reaches no output of {function.name}",
-                code="weight-unused",
-                loc=field.value.loc,
-                next="use its value, or delete the line that makes it",
-            )
+def _check_name(kind: str, name: Any, loc: Loc | None) -> None:
+    """Names become attributes of modules, `model.h[0].attn`: identifiers or numbers, dotted."""
+    parts = str(name).split(".")
+    leaf = len(parts) - 1 if kind in ("weight", "buffer") else None
+
+    def fits(place: int, part: str) -> bool:
+        if part.isdecimal():
+            return str(int(part)) == part and place != leaf
+        same = unicodedata.normalize("NFKC", part) == part
+        return part.isidentifier() and not keyword.iskeyword(part) and same
+
+    wrong = [(at, part) for at, part in enumerate(parts) if not fits(at, part)]
+    if wrong:
+        better = [p if fits(at, p) else identifier(p) for at, p in enumerate(parts)]
+        raise SpecError(
+            f"{kind} {str(name)!r}: {wrong[0][1]!r} cannot be the name of an attribute",
+            code="name-attribute",
+            loc=loc,
+            next="put letters, digits and _ between the dots, and no digit first, "
+            f"for example {'.'.join(better)!r}",
+        )
+
+
+def _refuse_unused(module: Module) -> None:
+    """A weight or buffer must reach an output or a tap, through calls too (D11)."""
+    table = {f.name: f for f in module.functions}
+    seen: dict[tuple[str, frozenset[Value]], tuple[bool, ...]] = {}
+
+    def visit(scope: str, function: Function, outputs: frozenset[Value]) -> tuple[bool, ...]:
+        """Which inputs are needed, given the outputs that are."""
+        key = (function.name, outputs)
+        if key in seen:
+            return seen[key]
+        needed = set(outputs)
+        for op in reversed(function.ops):
+            if op.kind == "call":
+                callee = table[op.attrs["callee"].name]
+                pairs = zip(op.results, callee.outputs, strict=True)
+                read = frozenset(inner for result, inner in pairs if result in needed)
+                used = visit(join(scope, op.attrs["scope"]), callee, read)
+                needed |= {x for x, use in zip(op.values, used, strict=True) if use}
+            elif lookup(op.kind).effect or needed & set(op.results):
+                needed |= set(op.values)
+        for field in function.fields:
+            if field.kind in ("weight", "buffer") and field.value not in needed:
+                raise SpecError(
+                    f"{field.kind} {join(scope, field.path)!r} reaches no output of "
+                    f"{module.entry.name}",
+                    code="weight-unused",
+                    loc=field.value.loc,
+                    next="use what is made of it, or delete the line that makes it",
+                )
+        seen[key] = tuple(value in needed for value in function.inputs)
+        return seen[key]
+
+    visit("", module.entry, frozenset(module.entry.outputs))
 
 
 def current() -> Builder:
@@ -221,7 +289,8 @@ _UFUNCS: dict[str, str] = {
     "less_equal": "less_equal", "greater": "greater", "greater_equal": "greater_equal",
     "equal": "equal", "not_equal": "not_equal", "logical_and": "logical_and",
     "logical_or": "logical_or", "logical_not": "logical_not", "bitwise_and": "logical_and",
-    "bitwise_or": "logical_or", "invert": "logical_not",
+    "bitwise_or": "logical_or", "invert": "logical_not", "floor": "floor",
+    "remainder": "mod", "floor_divide": "floor_divide",
 }  # fmt: skip
 
 
@@ -278,7 +347,8 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
             return matmul(*inputs)
         if ufunc.__name__ == "square":
             return emit("mul", inputs[0], inputs[0])
-        if ufunc.__name__ == "logaddexp" and isinstance(inputs[0], int) and inputs[0] == 0:
+        zero = isinstance(inputs[0], int | float) and inputs[0] == 0
+        if ufunc.__name__ == "logaddexp" and zero:
             return emit("softplus", inputs[1])
         kind = _UFUNCS.get(ufunc.__name__)
         if kind is None:
@@ -290,15 +360,33 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         if handler is None:
             home = func.__module__.replace("numpy", "np", 1)
             _refuse(f"{home}.{func.__name__} has no op", f"traced functions: {_known()}")
+        extra = kwargs.keys() - inspect.signature(handler).parameters.keys()
+        if extra:
+            usage = ", ".join(inspect.signature(handler).parameters)
+            _refuse(
+                f"np.{func.__name__} with {', '.join(sorted(extra))}= is not traced",
+                f"write np.{func.__name__}({usage}); ar.cast changes a dtype",
+            )
         return handler(*args, **kwargs)
 
     def __getitem__(self, index: Any) -> Traced:
         items = index if isinstance(index, tuple) else (index,)
-        full = all(i is None or i is Ellipsis or i == slice(None) for i in items)
-        if not full:
+        traced = [i for i in items if isinstance(i, Traced)]
+        if traced:
+            _refuse(
+                f"{traced[0].value} cannot index {self.value}: a traced value has no number",
+                "ar.embedding(tokens, table) takes rows of a table",
+            )
+        whole = (isinstance(i, slice) and i == slice(None) for i in items)
+        if not all(i is None or i is Ellipsis or w for i, w in zip(items, whole, strict=True)):
             _refuse(
                 "only `:`, `...` and `None` index a traced value",
                 "ar.split(x, sizes, axis) takes pieces of an axis",
+            )
+        if sum(isinstance(i, slice) for i in items) > self.ndim:
+            _refuse(
+                f"{self.value} has {self.ndim} axes, more are indexed",
+                "leave some `:` out; `...` stands for all that are not written",
             )
         places = items
         if Ellipsis in items:
@@ -319,8 +407,9 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         return _reduce("reduce_mean", self, axis, keepdims)
 
     def reshape(self, *shape: Any) -> Traced:
-        """The same elements under another shape."""
-        return emit("reshape", self, shape=tuple(shape))
+        """The same elements under another shape: sizes, or one tuple of them."""
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+        return emit("reshape", self, shape=tuple(sizes))
 
     # ---- traps: each would need a number now
 
@@ -398,7 +487,37 @@ def _reduce(kind: str, x: Traced, axis: Any, keepdims: bool) -> Traced:
     axes = tuple(range(x.ndim)) if axis is None else axis
     axes = (axes,) if isinstance(axes, int) else tuple(axes)
     extra: dict[str, Any] = {"keepdims": True} if keepdims else {}
-    return emit(kind, x, axes=tuple(a % x.ndim for a in axes if x.ndim), **extra)
+    if kind == "reduce_mean" and not types.is_float(_tensor(x).dtype):
+        x = emit("cast", x, dtype="F")
+    return emit(kind, x, axes=tuple(_from_start(a, x.ndim) for a in axes), **extra)
+
+
+def _from_start(axis: int, rank: int) -> int:
+    """An axis counted from the first; one that is outside stays as it is, for the op to refuse."""
+    return axis % rank if -rank <= axis < rank else axis
+
+
+def expand_dims(x: Traced, axis: int | tuple[int, ...]) -> Traced:
+    """New axes of size 1 at these places of the result."""
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    rank = x.ndim + len(axes)
+    return emit("expand_dims", x, axes=tuple(_from_start(a, rank) for a in axes))
+
+
+def where(condition: Traced, a: Any, b: Any) -> Traced:
+    """a where the condition holds, else b; of two numbers one becomes a value: an integer, else in
+    the dtype of what is traced, F in functions of scalars and the model's anywhere else."""
+    if not isinstance(a, Traced) and not isinstance(b, Traced):
+        floats = "F" if current().role in SCALAR_ROLES else "f"
+        dtype = "i64" if isinstance(a, int) and isinstance(b, int) else floats
+        a = emit("fill", shape=(), value=a if dtype == "i64" else float(a), dtype=dtype)
+    return emit("where", condition, a, b)
+
+
+def transpose(x: Traced, axes: Sequence[int] | None = None) -> Traced:
+    """Axes in another order; reversed where none is given."""
+    order = tuple(reversed(range(x.ndim))) if axes is None else axes
+    return emit("transpose", x, axes=tuple(_from_start(a, x.ndim) for a in order))
 
 
 def matmul(a: Traced, b: Traced) -> Traced:
@@ -426,6 +545,8 @@ def _einsum(equation: str, *xs: Traced) -> Traced:
 
 
 def _diag(x: Traced) -> Traced:
+    if x.ndim != 1:
+        _refuse(f"np.diag of {x.type}: only a vector makes a matrix", "give it a vector")
     (size,) = x.shape
     dtype = _tensor(x).dtype
     eye = emit("eye", dim=size, **({} if dtype == "F" else {"dtype": dtype}))
@@ -439,19 +560,13 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sum": lambda x, axis=None, keepdims=False: _reduce("reduce_sum", x, axis, keepdims),
     "mean": lambda x, axis=None, keepdims=False: _reduce("reduce_mean", x, axis, keepdims),
     "max": lambda x, axis=None, keepdims=False: _reduce("reduce_max", x, axis, keepdims),
-    "where": lambda c, a, b: emit("where", c, a, b),
+    "where": where,
     "einsum": _einsum,
-    "transpose": lambda x, axes=None: emit(
-        "transpose", x, axes=tuple(axes or reversed(range(x.ndim)))
-    ),
-    "reshape": lambda x, shape: x.reshape(*shape),
-    "stack": lambda xs, axis=0: emit(
-        "concat", *(emit("expand_dims", x, axes=(axis % (x.ndim + 1),)) for x in xs), axis=axis
-    ),
+    "transpose": transpose,
+    "reshape": lambda x, shape: x.reshape(shape),
+    "stack": lambda xs, axis=0: emit("concat", *(expand_dims(x, axis) for x in xs), axis=axis),
     "concatenate": lambda xs, axis=0: emit("concat", *xs, axis=axis),
-    "expand_dims": lambda x, axis: emit(
-        "expand_dims", x, axes=(axis,) if isinstance(axis, int) else tuple(axis)
-    ),
+    "expand_dims": expand_dims,
 }
 
 
@@ -487,7 +602,7 @@ def trace_block(
         named = {label: enter(label, x) for label, x in kwargs.items()}
         returned = fn(*inner, **named)
         names, outputs = _returned(returned, fn, builder)
-    callee = caller.program.add(builder.finish(outputs, "block", names))
+    callee = caller.program.add(builder.finish(outputs, names))
     result = emit("call", *given, callee=Ref(callee), scope=name, hint=fn.__name__)
     if names:
         return dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True))
@@ -502,9 +617,19 @@ def declared(
     if note is None:
         return None
     try:
-        return types.parse(note, sizes)
+        found = types.parse(note, sizes)
     except ArchirError as error:
         raise error.at(source.parameter(fn, label)) from None
+    taken = sorted(types.symbols(found) & dims.RESERVED.keys())
+    if taken:
+        raise SpecError(
+            f"{label}: {taken[0]} in {note!r} cannot be a size of its own: "
+            f"{taken[0]} is {dims.RESERVED[taken[0]]}",
+            code="symbol-reserved",
+            loc=source.parameter(fn, label),
+            next=f"use another letter; reserved are {', '.join(dims.RESERVED)}",
+        )
+    return found
 
 
 def _check_annotation(
@@ -565,12 +690,12 @@ def trace_entry(
 ) -> Module:
     """A module whose entry is `fn` called with traced `inputs` and ordinary `fixed` arguments."""
     program = Program()
-    builder = Builder(program, name, source.definition(fn))
+    builder = Builder(program, name, source.definition(fn), "entry")
     with building(builder):
         given = {label: builder.input(label, type_) for label, type_ in inputs.items()}
         returned = fn(**given, **fixed)
         names, outputs = _returned(returned, fn, builder)
-    entry = builder.finish(outputs, "entry", names)
+    entry = builder.finish(outputs, names)
     return finish(program, entry)
 
 
@@ -580,6 +705,7 @@ def finish(program: Program, entry: Function) -> Module:
 
     entry = replace(entry, name=_free(entry.name, program))
     module = Module(callees_first({**program.functions, entry.name: entry}, entry.name))
+    _refuse_unused(module)
     verify(module, "trace")
     return module
 
@@ -591,15 +717,18 @@ def _free(name: str, program: Program) -> str:
 
 
 def trace_scalars(
-    fn: Callable[..., Any], role: str, inputs: Mapping[str, Tensor], program: Program
+    fn: Callable[..., Any], given: Mapping[str, Tensor | int | float], program: Program
 ) -> str:
-    """Traces a function of scalars (a pointwise op, a score or a mask) into the program."""
-    builder = Builder(program, fn.__name__, source.definition(fn))
+    """Traces a function of scalars (a pointwise op, a score or a mask) into the program; a number
+    among its arguments becomes a constant of it."""
+    builder = Builder(program, fn.__name__, source.definition(fn), "pointwise")
     with building(builder):
-        given = [builder.input(label, type_) for label, type_ in inputs.items()]
-        returned = fn(*given)
+        args = [
+            builder.input(label, x) if isinstance(x, Tensor) else x for label, x in given.items()
+        ]
+        returned = fn(*args)
         _, outputs = _returned(returned, fn, builder)
-    return program.add(builder.finish(outputs, role))
+    return program.add(builder.finish(outputs))
 
 
 def init_of(init: Any) -> Init:
@@ -615,6 +744,7 @@ def init_of(init: Any) -> Init:
 
 
 __all__ = [
-    "ArchirError", "Builder", "Program", "Traced", "building", "current", "dims", "emit", "finish",
-    "init_of", "matmul", "trace_block", "trace_entry", "trace_scalars",
+    "SCALAR_ROLES", "ArchirError", "Builder", "Program", "Traced", "building", "current", "dims",
+    "emit", "expand_dims", "finish", "init_of", "matmul", "trace_block", "trace_entry",
+    "trace_scalars", "where",
 ]  # fmt: skip

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator
 from archir import dims, ir, types
 from archir.diagnostics import ArchirError, Loc, VerifyError
 from archir.ir import FIELD_KINDS, Function, Module, Value
-from archir.ops import infer_op, lookup
+from archir.ops import infer_op
 
 LIMIT = 10
-STAGES = ("trace", "specialize", "canonicalize", "form", "precision", "fuse", "expand")
+ABSTRACT = ("trace", "specialize", "canonicalize", "form")  # stages at which floats may be so
 
 
 def verify(module: Module, stage: str | None = None) -> None:
@@ -111,7 +111,6 @@ def _op_problems(
     op: ir.Op, before: dict[str, Function], stage: str | None
 ) -> Iterator[ArchirError]:
     try:
-        definition = lookup(op.kind)
         inferred = infer_op(op, before)
     except ArchirError as error:
         yield error.at(op.loc)
@@ -124,17 +123,12 @@ def _op_problems(
             "type-stated",
             op.loc,
         )
-    if stage is None:
-        return
-    gone = definition.gone_after
-    if gone and STAGES.index(stage) > STAGES.index(gone):
-        yield _error(f"{op.kind} may not stand after {gone}", "op-gone", op.loc)
     yield from _dtype_problems(op.results, stage)
 
 
 def _dtype_problems(values: Iterable[Value], stage: str | None) -> Iterator[ArchirError]:
     """After `precision` no float is abstract."""
-    if stage is None or STAGES.index(stage) < STAGES.index("precision"):
+    if stage is None or stage in ABSTRACT:
         return
     for value in values:
         type_ = value.type.element if isinstance(value.type, types.List) else value.type

@@ -6,12 +6,14 @@ files for people, loads them, and builds the `nn.Module` tree they run on.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 from archir.compile import Request
-from archir.ir import Module, Op
+from archir.diagnostics import UnsupportedError
+from archir.ir import Function, Module, Op
 
 
 class Backend(Protocol):
@@ -43,6 +45,14 @@ class Backend(Protocol):
         """An `nn.Module` with meta parameters that runs every phase."""
         ...
 
+    def program(self, model: Any, phase: str, head: str, layout: str) -> Callable[..., Any]:
+        """The entry function of one phase of a built model: lowered, emitted and loaded."""
+        ...
+
+    def kernels(self) -> tuple[str, ...]:
+        """What runs beyond torch calls."""
+        ...
+
     def runner(self, request: Request) -> Any:
         """The same model behind NumPy arrays (`backends.runtime.runner.Runner`)."""
         ...
@@ -54,3 +64,17 @@ class Backend(Protocol):
     def load_tokenizer(self, path: Path) -> Any:
         """The tokenizer that lies with published weights: `encode`, `stream`, `eos_ids`."""
         ...
+
+
+def refuse_unsupported(backend: Backend, functions: Iterable[Function]) -> None:
+    """Raises UnsupportedError at the first op that a backend has no emission for."""
+    for function in functions:
+        for op in function.ops:
+            reason = backend.supports(op)
+            if reason is not None:
+                raise UnsupportedError(
+                    f"{backend.name} cannot emit {op.kind} in {function.name}: {reason}",
+                    code="op-unsupported",
+                    loc=op.loc,
+                    next="write it with other ops, or compile for another backend",
+                )

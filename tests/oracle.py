@@ -114,9 +114,10 @@ def gradients(
 def tokens_and_targets(
     config: Any, length: int, batch: int = 2, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Random tokens [batch, length] and the targets of the next token, the last one ignored."""
-    tokens = np.random.default_rng(seed).integers(0, config.vocab, (batch, length))
-    targets = np.concatenate([tokens[:, 1:], np.full((batch, 1), -100)], axis=1)
+    """Random tokens [batch, length] and targets: the next tokens, one of them ignored."""
+    drawn = np.random.default_rng(seed).integers(0, config.vocab, (batch, length + 1))
+    tokens, targets = drawn[:, :-1], drawn[:, 1:].copy()
+    targets[0, -1] = -100
     return tokens, targets
 
 

@@ -30,7 +30,7 @@ LAYERS = (
     "passes recurrence.lift interp inputs",
     "pipeline spec analysis",
     "fuzz cost compile check",
-    "cli",
+    "cli __main__",
 )
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 

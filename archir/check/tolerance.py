@@ -60,8 +60,12 @@ def distance(
             found.append(Distance(_max(error[part]), 1e-12 * _max(want), label))
             continue
         u = UNIT[types.short_dtype(dtype)]
-        found.append(Distance(_rms(error[part]), max(2 * _rms(noise), 8 * u * _rms(want)), label))
-        found.append(Distance(_max(error[part]), max(4 * _max(noise), 8 * u * _max(want)), label))
+        found.append(
+            Distance(_rms(error[part]), max(2 * _rms(noise[part]), 8 * u * _rms(want[part])), label)
+        )
+        found.append(
+            Distance(_max(error[part]), max(4 * _max(noise[part]), 8 * u * _max(want[part])), label)
+        )
     return max(found, key=lambda d: d.share)
 
 

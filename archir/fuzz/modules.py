@@ -135,7 +135,7 @@ def _by_token(rank: int) -> Callable[[Tensor], bool]:
 
 # -------------------------------------------------------------------------------------- the steps
 
-_COUNTS = {kind: count for kind, count, _, _ in elementwise.TABLE}
+_COUNTS = {row.kind: row.operands for row in elementwise.TABLE}
 
 
 def _elementwise(g: _Grow) -> None:

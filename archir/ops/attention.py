@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from archir import types
 from archir.diagnostics import MismatchError
 from archir.dims import Poly, symbol
 from archir.ops.base import Sample, Site, op
@@ -66,8 +67,8 @@ def _infer_ragged(site: Site) -> tuple[Type, ...]:
 def ragged(x: Any, start: Any, stop: Any, length: Any = None) -> Rows:
     """The sequence of padded or packed tokens: row r is [start[r], stop[r]) of the flat grid."""
     past = tuple(int(n) for n in length) if length is not None else None
-    bounds = (tuple(int(n) for n in side) for side in (start, stop))
-    return Rows.ragged(x.shape[0], x.shape[1], *bounds, past)
+    starts, stops = (tuple(int(n) for n in side) for side in (start, stop))
+    return Rows.ragged(x.shape[0], x.shape[1], starts, stops, past)
 
 
 @op(
@@ -105,6 +106,7 @@ def _infer_positions(site: Site) -> tuple[Type, ...]:
         Sample(("i64[T]",), message="needs [B, T, …]"),
         Sample(("i64[B, T]", "i64[R]"), message="operand 2 must be a sequence"),
     ),
+    ordered=True,
 )
 def positions(x: Any, seq: Rows, *, limit: int | None = None) -> Any:
     """Absolute position of each token of its row; beyond `limit` is an error."""
@@ -175,6 +177,7 @@ def _infer_rotary(site: Site) -> tuple[Type, ...]:
     infer=_infer_rotary,
     samples=(Sample(("f[B, T, 2, 8]", "i64[B, T]"), {"theta": 10000.0}),),
     invalid=(Sample(("f[B, T, 2, 7]", "i64[B, T]"), {"theta": 1e4}, "head size 7 is odd"),),
+    ordered=True,
 )
 def rotary(x: Any, positions: Any, seq: Rows | None = None, *, theta: float) -> Any:
     """Turns the pairs (x_i, x_{i+D/2}) by p · θ^(−2i/D) (Su et al. 2021; halves, as in Llama).
@@ -219,7 +222,23 @@ def _infer_attention(site: Site) -> tuple[Type, ...]:
             f"{heads} query heads are not a multiple of {groups} key heads",
             next="grouped attention lets each key head serve heads / key_heads query heads",
         )
+    _require_scalar(site, "score", "a float, the new score", types.is_float)
+    _require_scalar(site, "mask", "a bool, whether the key is seen", lambda dtype: dtype == "bool")
     return (Tensor(q.dtype, (*q.shape[:3], v.shape[3])),)
+
+
+def _require_scalar(site: Site, attr: str, wanted: str, fits: Callable[[str], bool]) -> None:
+    """The function of an attribute returns one scalar of the wanted dtype."""
+    if attr not in site.attrs:
+        return
+    function = site.function(attr)
+    found = [v.type for v in function.outputs]
+    if len(found) != 1 or not isinstance(found[0], Tensor) or not fits(found[0].dtype):
+        raise site.fail(
+            f"{attr} {function.name} gives {', '.join(map(str, found))}, it must give {wanted}",
+            "dtype-mismatch",
+            next="compare, as in j > i - 128" if attr == "mask" else "return s, changed",
+        )
 
 
 @op(
@@ -241,6 +260,7 @@ def _infer_attention(site: Site) -> tuple[Type, ...]:
         Sample(("f[B, T, 8]", "f[B, T, 8]", "f[B, T, 8]"), {}, "need four axes"),
         Sample(("f[B, T, 4, 8]", "F[B, T, 4, 8]", "f[B, T, 4, 8]"), {}, "q, k, v are f, F, f"),
     ),
+    ordered=True,
 )
 def attention(
     q: Any,

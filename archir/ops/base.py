@@ -83,7 +83,8 @@ class OpDef:
     meaning: NumPy, called as `meaning(*arrays, **attrs)`; functions an op carries arrive as
     callables. Returns an array, or a tuple where the op has several results.
     effect: it writes something, so it is never dropped or merged.
-    gone_after: the stage after which it may no longer stand in a module ("" for none).
+    ordered: it must know which tokens follow which: `specialize` gives it the sequence last.
+    made: its result is made from sizes alone; attribute `dtype` says its dtype (`F` by default).
     """
 
     kind: str
@@ -94,7 +95,8 @@ class OpDef:
     samples: tuple[Sample, ...] = ()
     invalid: tuple[Sample, ...] = ()
     effect: bool = False
-    gone_after: str = ""
+    ordered: bool = False
+    made: bool = False
 
 
 OPS: dict[str, OpDef] = {}
@@ -116,7 +118,8 @@ def op(
     samples: tuple[Sample, ...] = (),
     invalid: tuple[Sample, ...] = (),
     effect: bool = False,
-    gone_after: str = "",
+    ordered: bool = False,
+    made: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declares the decorated NumPy function to be an op's meaning; its name is the kind."""
 
@@ -124,7 +127,7 @@ def op(
         rule = infer or infer_by(signature or "")
         kind = meaning.__name__.rstrip("_")
         doc = (meaning.__doc__ or "").strip()
-        register(OpDef(kind, family, doc, meaning, rule, samples, invalid, effect, gone_after))
+        register(OpDef(kind, family, doc, meaning, rule, samples, invalid, effect, ordered, made))
         return meaning
 
     return declare

@@ -131,7 +131,7 @@ def _infer_pointwise(site: Site) -> tuple[Type, ...]:
     for value in function.outputs:
         assert isinstance(value.type, Tensor)
         floats = types.is_float(value.type.dtype)
-        own = (dtype if types.is_float(dtype) else "f") if floats else value.type.dtype
+        own = dtype if floats and types.is_float(dtype) else value.type.dtype
         made.append(Tensor(own, shape))
     return tuple(made)
 

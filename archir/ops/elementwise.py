@@ -1,13 +1,14 @@
 """Elementwise ops: one table row each. Operands broadcast as in NumPy, and may be numbers.
 
 The result has the widest dtype of the operands (`f` and `F` give `F`; the pass `precision` makes
-that cast explicit). Comparisons give bool.
+that cast explicit). Comparisons give bool, and logical ops take nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,60 +28,59 @@ def gelu_tanh(x: Any) -> Any:
     return 0.5 * x * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
-# kind, number of operands, formula, NumPy
-TABLE: tuple[tuple[str, int, str, Callable[..., Any]], ...] = (
-    ("add", 2, "x + y", np.add),
-    ("sub", 2, "x − y", np.subtract),
-    ("mul", 2, "x · y", np.multiply),
-    ("div", 2, "x / y", np.divide),
-    ("pow", 2, "xʸ", np.power),
-    ("maximum", 2, "max(x, y)", np.maximum),
-    ("minimum", 2, "min(x, y)", np.minimum),
-    ("neg", 1, "−x", np.negative),
-    ("abs", 1, "|x|", np.abs),
-    ("exp", 1, "eˣ", np.exp),
-    ("exp2", 1, "2ˣ", np.exp2),
-    ("expm1", 1, "eˣ − 1", np.expm1),
-    ("log", 1, "ln x", np.log),
-    ("log1p", 1, "ln(1 + x)", np.log1p),
-    ("sqrt", 1, "√x", np.sqrt),
-    ("rsqrt", 1, "1 / √x", lambda x: 1 / np.sqrt(x)),
-    ("sin", 1, "sin x", np.sin),
-    ("cos", 1, "cos x", np.cos),
-    ("tanh", 1, "tanh x", np.tanh),
-    ("sigmoid", 1, "1 / (1 + e⁻ˣ)", sigmoid),
-    ("silu", 1, "x / (1 + e⁻ˣ)", lambda x: x * sigmoid(x)),
-    ("relu", 1, "max(x, 0)", lambda x: np.maximum(x, 0)),
-    ("softplus", 1, "ln(1 + eˣ)", lambda x: np.logaddexp(0, x)),
-    ("gelu_tanh", 1, "0.5 x (1 + tanh(√(2/π)(x + 0.044715 x³)))", gelu_tanh),
-    ("less", 2, "x < y", np.less),
-    ("less_equal", 2, "x ≤ y", np.less_equal),
-    ("greater", 2, "x > y", np.greater),
-    ("greater_equal", 2, "x ≥ y", np.greater_equal),
-    ("equal", 2, "x = y", np.equal),
-    ("not_equal", 2, "x ≠ y", np.not_equal),
-    ("logical_and", 2, "x and y", np.logical_and),
-    ("logical_or", 2, "x or y", np.logical_or),
-    ("logical_not", 1, "not x", np.logical_not),
-    ("where", 3, "y where x else z", np.where),
-)
+class Row(NamedTuple):
+    """One elementwise op.
 
-COMPARISONS = {
-    "less",
-    "less_equal",
-    "greater",
-    "greater_equal",
-    "equal",
-    "not_equal",
-    "logical_and",
-    "logical_or",
-    "logical_not",
-}
-# Of these an integer operand gives a float; the others keep integers.
-_TO_FLOAT = {
-    *("div", "exp", "exp2", "expm1", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh"),
-    *("sigmoid", "silu", "softplus", "gelu_tanh"),
-}
+    operands: how many.  gives: "widest" is the widest dtype of the operands, "float" the same but
+    for integers, which give a float, "bool", or "logical", a bool of bools.
+    """
+
+    kind: str
+    operands: int
+    formula: str
+    numpy: Callable[..., Any]
+    gives: str = "widest"
+
+
+TABLE = (
+    Row("add", 2, "x + y", np.add),
+    Row("sub", 2, "x − y", np.subtract),
+    Row("mul", 2, "x · y", np.multiply),
+    Row("div", 2, "x / y", np.divide, "float"),
+    Row("floor_divide", 2, "⌊x / y⌋", np.floor_divide),
+    Row("mod", 2, "x − ⌊x / y⌋ · y", np.remainder),
+    Row("pow", 2, "xʸ", np.power),
+    Row("maximum", 2, "max(x, y)", np.maximum),
+    Row("minimum", 2, "min(x, y)", np.minimum),
+    Row("neg", 1, "−x", np.negative),
+    Row("abs", 1, "|x|", np.abs),
+    Row("floor", 1, "⌊x⌋", np.floor),
+    Row("exp", 1, "eˣ", np.exp, "float"),
+    Row("exp2", 1, "2ˣ", np.exp2, "float"),
+    Row("expm1", 1, "eˣ − 1", np.expm1, "float"),
+    Row("log", 1, "ln x", np.log, "float"),
+    Row("log1p", 1, "ln(1 + x)", np.log1p, "float"),
+    Row("sqrt", 1, "√x", np.sqrt, "float"),
+    Row("rsqrt", 1, "1 / √x", lambda x: 1 / np.sqrt(x), "float"),
+    Row("sin", 1, "sin x", np.sin, "float"),
+    Row("cos", 1, "cos x", np.cos, "float"),
+    Row("tanh", 1, "tanh x", np.tanh, "float"),
+    Row("sigmoid", 1, "1 / (1 + e⁻ˣ)", sigmoid, "float"),
+    Row("silu", 1, "x / (1 + e⁻ˣ)", lambda x: x * sigmoid(x), "float"),
+    Row("relu", 1, "max(x, 0)", lambda x: np.maximum(x, 0)),
+    Row("softplus", 1, "ln(1 + eˣ)", lambda x: np.logaddexp(0, x), "float"),
+    Row("gelu_tanh", 1, "0.5 x (1 + tanh(√(2/π)(x + 0.044715 x³)))", gelu_tanh, "float"),
+    Row("less", 2, "x < y", np.less, "bool"),
+    Row("less_equal", 2, "x ≤ y", np.less_equal, "bool"),
+    Row("greater", 2, "x > y", np.greater, "bool"),
+    Row("greater_equal", 2, "x ≥ y", np.greater_equal, "bool"),
+    Row("equal", 2, "x = y", np.equal, "bool"),
+    Row("not_equal", 2, "x ≠ y", np.not_equal, "bool"),
+    Row("logical_and", 2, "x and y", np.logical_and, "logical"),
+    Row("logical_or", 2, "x or y", np.logical_or, "logical"),
+    Row("logical_not", 1, "not x", np.logical_not, "logical"),
+    Row("where", 3, "y where x else z", np.where),
+)
 
 
 def broadcast(site: Site, shapes: list[tuple[int | Poly, ...]]) -> tuple[int | Poly, ...]:
@@ -104,13 +104,12 @@ def broadcast(site: Site, shapes: list[tuple[int | Poly, ...]]) -> tuple[int | P
     return tuple(result)
 
 
-def infer(site: Site) -> tuple[Type, ...]:
-    """Broadcast shape, widest dtype (bool for comparisons)."""
-    count = next(n for kind, n, _, _ in TABLE if kind == site.kind)
-    if len(site.operands) != count:
-        plural = "s" if count > 1 else ""
+def _infer(row: Row, site: Site) -> tuple[Type, ...]:
+    """Broadcast shape; dtype as the row says."""
+    if len(site.operands) != row.operands:
+        plural = "s" if row.operands > 1 else ""
         raise site.fail(
-            f"takes {count} operand{plural}, {len(site.operands)} given", "operand-count"
+            f"takes {row.operands} operand{plural}, {len(site.operands)} given", "operand-count"
         )
     tensors = [
         site.tensor(i) for i, x in enumerate(site.operands) if not isinstance(x, int | float)
@@ -118,7 +117,9 @@ def infer(site: Site) -> tuple[Type, ...]:
     if not tensors:
         raise site.fail("needs at least one value", "operand-type")
     shape = broadcast(site, [t.shape for t in tensors])
-    if site.kind in COMPARISONS:
+    if row.gives == "logical":
+        _require_bools(site)
+    if row.gives in ("bool", "logical"):
         return (Tensor("bool", shape),)
     carriers = tensors
     if site.kind == "where":
@@ -134,36 +135,51 @@ def infer(site: Site) -> tuple[Type, ...]:
         raise site.fail("one of the two branches must be a value", "operand-type")
     dtype = types.promote(*(t.dtype for t in carriers))
     numbers_are_float = any(isinstance(x, float) for x in site.operands)
-    if not types.is_float(dtype) and (site.kind in _TO_FLOAT or numbers_are_float):
+    if not types.is_float(dtype) and (row.gives == "float" or numbers_are_float):
         dtype = "F"
     return (Tensor(dtype, shape),)
 
 
-def _refused(kind: str, count: int) -> tuple[Sample, ...]:
-    wrong_count = Sample(("f[8]",) * (count + 1), message=f"{kind}: takes {count} operand")
-    if kind == "where":
+def _require_bools(site: Site) -> None:
+    """NumPy's `&`, `|` and `~` work on the bits of integers; here they take truth values only."""
+    for index, x in enumerate(site.operands):
+        if not isinstance(x, bool) and not (isinstance(x, Tensor) and x.dtype == "bool"):
+            sign = {"logical_and": "&", "logical_or": "|", "logical_not": "~"}[site.kind]
+            raise site.fail(
+                f"`{sign}` takes bools, operand {index + 1} is {site.show(index)}",
+                "dtype-mismatch",
+                next="compare first, as in (i > 0) & (j > 0); the last bit of i is i % 2",
+            )
+
+
+def _refused(row: Row) -> tuple[Sample, ...]:
+    count = row.operands
+    wrong_count = Sample(("f[8]",) * (count + 1), message=f"{row.kind}: takes {count} operand")
+    if row.kind == "where":
         return wrong_count, Sample(("f[8]", "f[8]", "f[8]"), message="the condition must be bool")
+    if row.gives == "logical":
+        return wrong_count, Sample(("bool[8]", "i64[8]")[-count:], message="takes bools, operand")
     if count == 1:
         return (wrong_count,)
     return wrong_count, Sample(("f[B, 8]", "f[4]"), message="axis -1 is 8 on one side and 4")
 
 
-for _kind, _count, _formula, _numpy in TABLE:
-    _float = ("f[B, T, 8]", "f[8]", "f[B, T, 8]")
-    _operands = {
-        "where": ("bool[B, T, 8]", "f[8]", "f[B, T, 8]"),
-        "logical_and": ("bool[B, T]", "bool[T]"),
-        "logical_or": ("bool[B, T]", "bool[T]"),
-        "logical_not": ("bool[B, T]",),
-    }.get(_kind, _float[:_count])
+def _samples(row: Row) -> tuple[Sample, ...]:
+    if row.gives == "logical":
+        return (Sample(("bool[B, T]", "bool[T]")[: row.operands]),)
+    first = "bool[B, T, 8]" if row.kind == "where" else "f[B, T, 8]"
+    return (Sample((first, "f[8]", "f[B, T, 8]")[: row.operands]),)
+
+
+for _row in TABLE:
     register(
         OpDef(
-            _kind,
+            _row.kind,
             "elementwise",
-            _formula,
-            _numpy,
-            infer,
-            samples=(Sample(_operands),),
-            invalid=_refused(_kind, _count),
+            _row.formula,
+            _row.numpy,
+            partial(_infer, _row),
+            samples=_samples(_row),
+            invalid=_refused(_row),
         )
     )

@@ -143,7 +143,7 @@ def _infer_state_update(site: Site) -> tuple[Type, ...]:
     return (*outputs, *kept)
 
 
-@op("state", infer=_infer_state_update)
+@op("state", infer=_infer_state_update, ordered=True)
 def state_update(*operands: Any, rule: Callable[..., Any], form: str = "") -> Any:
     """Runs a recurrence over the tokens of every row and head: (S, o_t) = rule(S, x_t).
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from archir import dims
+from archir import dims, types
+from archir.diagnostics import MismatchError
 from archir.dims import Poly
 from archir.ops.base import Sample, Site, op
 from archir.types import DTYPES, Tensor, Type
@@ -19,7 +20,14 @@ from archir.types import DTYPES, Tensor, Type
     invalid=(Sample(("f[B, T]", "f[16, 8]"), message="tokens must be an integer"),),
 )
 def embedding(tokens: Any, table: Any) -> Any:
-    """Row `tokens[...]` of a table."""
+    """Row `tokens[...]` of a table; a token that is none of its rows is an error."""
+    wrong = (tokens < 0) | (tokens >= len(table))
+    if np.any(wrong):
+        raise MismatchError(
+            f"token {tokens[wrong][0]} is no row of a table of {len(table)}",
+            code="token-range",
+            next=f"give tokens from 0 to {len(table) - 1}: is the tokenizer that of this model?",
+        )
     return table[tokens]
 
 
@@ -179,7 +187,11 @@ def reshape(x: Any, *, shape: tuple[int, ...]) -> Any:
 def _infer_transpose(site: Site) -> tuple[Type, ...]:
     x, axes = site.tensor(0), site.attrs["axes"]
     if sorted(axes) != list(range(x.rank)):
-        raise site.fail(f"{axes} is not an order of {x.rank} axes", "rank-mismatch")
+        raise site.fail(
+            f"{axes} is not an order of {x.rank} axes",
+            "rank-mismatch",
+            next=f"name each of 0 to {x.rank - 1} once",
+        )
     return (Tensor(x.dtype, tuple(x.shape[a] for a in axes)),)
 
 
@@ -198,7 +210,11 @@ def _infer_expand_dims(site: Site) -> tuple[Type, ...]:
     x, axes = site.tensor(0), site.attrs["axes"]
     rank = x.rank + len(axes)
     if len(set(axes)) != len(axes) or not all(0 <= a < rank for a in axes):
-        raise site.fail(f"{axes} are not new places among {rank} axes", "rank-mismatch")
+        raise site.fail(
+            f"{axes} are not new places among {rank} axes",
+            "rank-mismatch",
+            next=f"the result has axes 0 to {rank - 1}; name each new one once",
+        )
     rest = iter(x.shape)
     return (Tensor(x.dtype, tuple(1 if i in axes else next(rest) for i in range(rank))),)
 
@@ -216,34 +232,67 @@ def expand_dims(x: Any, *, axes: tuple[int, ...]) -> Any:
 
 def _infer_reduce(site: Site) -> tuple[Type, ...]:
     x, keep = site.tensor(0), site.attrs.get("keepdims", False)
-    axes = {_axis(site, x, a) for a in site.attrs["axes"]}
+    axes = [_axis(site, x, a) for a in site.attrs["axes"]]
+    if len(set(axes)) != len(axes):
+        raise site.fail(
+            f"axes {site.attrs['axes']} name one twice", "rank-mismatch", next="name each once"
+        )
     shape = [1 if i in axes else s for i, s in enumerate(x.shape) if keep or i not in axes]
     return (Tensor(x.dtype, tuple(shape)),)
 
 
+def _infer_sum(site: Site) -> tuple[Type, ...]:
+    (found,) = _infer_reduce(site)
+    assert isinstance(found, Tensor)
+    return (found if types.is_float(found.dtype) else found.with_dtype("i64"),)
+
+
+def _infer_mean(site: Site) -> tuple[Type, ...]:
+    if not types.is_float(site.tensor(0).dtype):
+        raise site.fail(
+            f"the mean of {site.tensor(0).dtype} is a float",
+            "dtype-mismatch",
+            next="cast first: ar.cast(x, 'float32')",
+        )
+    return _infer_reduce(site)
+
+
 _REDUCE: dict[str, Any] = {
-    "infer": _infer_reduce,
     "samples": (
         Sample(("f[B, 8]",), {"axes": (-1,)}),
         Sample(("f[B, T, 8]",), {"axes": (0, 2), "keepdims": True}),
     ),
-    "invalid": (Sample(("f[B]",), {"axes": (2,)}, "axis 2 is outside 1 axes"),),
+    "invalid": (
+        Sample(("f[B]",), {"axes": (2,)}, "axis 2 is outside 1 axes"),
+        Sample(("f[B, 8]",), {"axes": (1, -1)}, "axes (1, -1) name one twice"),
+    ),
 }
+_INTEGERS = (
+    Sample(("bool[B, T, 8]",), {"axes": (0, 2)}),
+    Sample(("i64[B, T]",), {"axes": (-1,), "keepdims": True}),
+)
 
 
-@op("tensor", **_REDUCE)
+@op("tensor", infer=_infer_sum, **{**_REDUCE, "samples": (*_REDUCE["samples"], *_INTEGERS)})
 def reduce_sum(x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any:
-    """Σ over axes."""
+    """Σ over axes; of bools it counts those that hold, in i64."""
     return np.sum(x, axis=axes, keepdims=keepdims)
 
 
-@op("tensor", **_REDUCE)
+@op(
+    "tensor",
+    infer=_infer_mean,
+    samples=_REDUCE["samples"],
+    invalid=(
+        *_REDUCE["invalid"], Sample(("i64[B]",), {"axes": (0,)}, "the mean of i64 is a float"),
+    ),
+)  # fmt: skip
 def reduce_mean(x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any:
     """Mean over axes."""
     return np.mean(x, axis=axes, keepdims=keepdims)
 
 
-@op("tensor", **_REDUCE)
+@op("tensor", infer=_infer_reduce, **{**_REDUCE, "samples": (*_REDUCE["samples"], *_INTEGERS)})
 def reduce_max(x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any:
     """Maximum over axes."""
     return np.max(x, axis=axes, keepdims=keepdims)
@@ -328,6 +377,7 @@ def _made(site: Site, *shape: int | Poly) -> tuple[Type, ...]:
     infer=lambda site: _made(site),
     samples=(Sample((), {"dim": 8}),),
     invalid=(Sample(("f[8]",), {"dim": 8}, "takes no operands"),),
+    made=True,
 )
 def size(*, dim: int, dtype: str = "F") -> Any:
     """A dim as a number."""
@@ -339,6 +389,7 @@ def size(*, dim: int, dtype: str = "F") -> Any:
     infer=lambda site: _made(site, site.attrs["dim"], site.attrs["dim"]),
     samples=(Sample((), {"dim": 8}), Sample((), {"dim": 8, "dtype": "f32"})),
     invalid=(Sample((), {"dim": -1}, "-1 is not a size"),),
+    made=True,
 )
 def eye(*, dim: int, dtype: str = "F") -> Any:
     """The identity matrix."""
@@ -350,6 +401,7 @@ def eye(*, dim: int, dtype: str = "F") -> Any:
     infer=lambda site: _made(site, *site.attrs["shape"]),
     samples=(Sample((), {"shape": (8,), "value": 0.0}), Sample((), {"shape": (), "value": 1.0})),
     invalid=(Sample((), {"shape": (8, -2), "value": 0.0}, "-2 is not a size"),),
+    made=True,
 )
 def fill(*, shape: tuple[int, ...], value: float, dtype: str = "F") -> Any:
     """A tensor of one number."""
@@ -363,7 +415,10 @@ def _infer_broadcast_to(site: Site) -> tuple[Type, ...]:
         all(a in (1, b) for a, b in zip(x.shape, shape[lead:], strict=True)) if lead >= 0 else False
     )
     if not stretches:
-        raise site.fail(f"{list(x.shape)} does not stretch to {list(shape)}")
+        raise site.fail(
+            f"{list(x.shape)} does not stretch to {list(shape)}",
+            next="only new axes and axes of size 1 stretch",
+        )
     return (Tensor(x.dtype, shape),)
 
 

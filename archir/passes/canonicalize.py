@@ -18,7 +18,7 @@ from archir.text import print_op
 
 def canonicalize(module: Module) -> Module:
     """Removes what no output, store or tap can see, and merges equal pure ops."""
-    return _merge(_drop_dead(module))
+    return merge(_drop_dead(module))
 
 
 def writers(module: Module) -> set[str]:
@@ -46,7 +46,8 @@ def _drop_dead(module: Module) -> Module:
     return rebuild(module, change)
 
 
-def _merge(module: Module) -> Module:
+def merge(module: Module) -> Module:
+    """One op for all that compute the same in a function, calls and writes aside."""
     seen: dict[tuple[str, str], tuple[Value, ...]] = {}
 
     def visit(new: Rewriter, op: Op) -> bool:

@@ -16,8 +16,9 @@ from dataclasses import replace
 
 from archir import dims, ir, types
 from archir.dims import Poly
-from archir.ir import Function, Module, Op, Operand, Ref, Value
+from archir.ir import Function, Module, Op, Ref, Value
 from archir.ops.state import placed, state_axes
+from archir.passes.canonicalize import merge
 from archir.passes.rewrite import Rewriter
 from archir.recurrence.lift import batch
 from archir.text import print_function
@@ -25,7 +26,7 @@ from archir.types import Tensor
 
 
 def expand(module: Module) -> Module:
-    """Writes pointwise functions and recurrent state updates as tensor ops."""
+    """Writes pointwise functions and recurrent state updates as tensor ops, equal ones once."""
     functions: dict[str, Function] = {}
     ragged = any(op.kind == "ragged" for op in module.entry.ops)
     for function in module.functions:
@@ -39,28 +40,15 @@ def expand(module: Module) -> Module:
             else:
                 new.copy(op)
         functions[function.name] = new.finish()
-    return Module(ir.callees_first(functions, module.entry.name))
-
-
-def _cast(new: Rewriter, x: Operand, dtype: str, op: Op) -> Operand:
-    if not isinstance(x, Value) or not isinstance(x.type, Tensor) or x.type.dtype == dtype:
-        return x
-    return new.emit("cast", x, dtype=dtype, hint=x.name, loc=op.loc)
+    return merge(Module(ir.callees_first(functions, module.entry.name)))
 
 
 def _pointwise(new: Rewriter, op: Op) -> None:
     fn = new.functions[op.attrs["fn"].name]
-    values: dict[Value, Operand] = {}
-    for value, operand in zip(fn.inputs, op.operands, strict=True):
-        assert isinstance(value.type, Tensor)
-        values[value] = _cast(new, new[operand], value.type.dtype, op)
-    for inner in fn.ops:
-        given = tuple(values[x] if isinstance(x, Value) else x for x in inner.operands)
-        hint = inner.results[0].name
-        values[inner.result] = new.emit(inner.kind, *given, hint=hint, loc=inner.loc, **inner.attrs)
-    for result, output in zip(op.results, fn.outputs, strict=True):
+    outputs = new.inline(fn, tuple(new[x] for x in op.operands), op.loc)
+    for result, output in zip(op.results, outputs, strict=True):
         assert isinstance(result.type, Tensor)
-        made = _cast(new, values[output], result.type.dtype, op)
+        made = new.to_dtype(output, result.type.dtype, op.loc)
         assert isinstance(made, Value)
         if isinstance(made.type, Tensor) and made.type.shape != result.type.shape:
             made = new.emit("broadcast_to", made, shape=result.type.shape, hint=result.name)

@@ -1,6 +1,6 @@
 """head("last" | "loss"): what a model gives at its end (D14).
 
-    z = logits(x, w);  y = mul(z, 0.5)          (only elementwise ops may follow)
+    z = logits(x, w);  y = mul(z, 0.5)       (only elementwise, pointwise and cast may follow)
   → last:   x_1 = last(x, seq);  z = logits(x_1, w);  y = mul(z, 0.5)            [R, 1, vocab]
   → loss:   loss = cross_entropy(x, w, targets, tail=head_tail)                  a scalar
             (targets outside of a ragged row are masked first)
@@ -54,11 +54,14 @@ def _tail(entry: Function, logits: Op) -> tuple[list[Op], Value]:
     for op in entry.ops:
         if op is logits or not inside & set(op.values):
             continue
-        if lookup(op.kind).family != "elementwise" or not set(op.values) <= inside:
+        by_score = lookup(op.kind).family == "elementwise" or op.kind in ("pointwise", "cast")
+        if not by_score or not set(op.values) <= inside:
+            others = [v for v in op.values if v not in inside]
             raise PassError(
                 f"{op.kind} follows logits, but only elementwise ops of the scores may",
                 code="head-tail",
                 loc=op.loc or logits.loc,
+                facts=[f"{v} is not made of them" for v in others],
                 next="move it before ar.logits, or ask for head='all'",
             )
         tail.append(op)
@@ -97,7 +100,7 @@ def _loss(
         name = "head_tail"
         while name in made:
             name += "_"
-        made[name] = replace(_scalars(logits, tail, scores), name=name)
+        made[name] = replace(_scalars(logits, tail, scores, functions), name=name)
         attrs["tail"] = Ref(name)
     new = Rewriter(entry, made)
     new.keep_signature()
@@ -126,17 +129,19 @@ def _loss(
     return made
 
 
-def _scalars(logits: Op, tail: list[Op], scores: Value) -> Function:
-    """The tail as a function of one score."""
-    new = {logits.result: Value(logits.result.name, Tensor("F"), logits.loc)}
-    ops = []
+def _scalars(logits: Op, tail: list[Op], scores: Value, functions: dict[str, Function]) -> Function:
+    """The tail as a function of one score, in F: between floats it rounds nothing."""
+    new = Rewriter(Function("head_tail", (), (), (), (scores,), "pointwise"), functions)
+    new.values[logits.result] = new.input(logits.result.name, Tensor("F"))
     for op in tail:
-        was = op.result.type
-        assert isinstance(was, Tensor)
-        new[op.result] = replace(
-            op.result, type=Tensor("F" if types.is_float(was.dtype) else was.dtype)
-        )
-        operands = tuple(new[x] if isinstance(x, Value) else x for x in op.operands)
-        ops.append(replace(op, operands=operands, results=(new[op.result],)))
-    inputs = (new[logits.result],)
-    return Function("head_tail", inputs, (), tuple(ops), (new[scores],), "pointwise")
+        operands = tuple(new[x] for x in op.operands)
+        if op.kind == "pointwise":
+            made = new.inline(functions[op.attrs["fn"].name], operands, op.loc)
+        elif op.kind == "cast" and types.is_float(op.attrs["dtype"]):
+            made = [new.to_dtype(operands[0], "F", op.loc)]
+        else:
+            made = [new.emit(op.kind, *operands, hint=op.result.name, loc=op.loc, **op.attrs)]
+        for result, value in zip(op.results, made, strict=True):
+            assert isinstance(value, Value)
+            new.values[result] = value
+    return new.finish()

@@ -112,7 +112,7 @@ class _Precision(Rewriter):
             field = next(f for f in self.fields if f.path == attrs["path"])
             if isinstance(field.value.type, Tensor) and field.kind == "state":
                 operands = (self.to(operands[0], field.value.type.dtype),)
-        elif op.kind in ("size", "eye", "fill"):
+        elif lookup(op.kind).made:
             attrs["dtype"] = types.resolve(attrs.get("dtype", "F"), self.model)
         elif family == "elementwise" or op.kind == "pointwise":
             operands = self._meet(op, operands)

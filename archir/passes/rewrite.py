@@ -10,7 +10,7 @@ from archir import ir
 from archir.diagnostics import Loc
 from archir.ir import Field, Function, Module, Op, Operand, Value
 from archir.ops import infer_op
-from archir.types import Type
+from archir.types import Tensor, Type
 
 
 class Rewriter:
@@ -79,6 +79,27 @@ class Rewriter:
         )
         self.ops.append(replace(draft, results=made))
         return made[0] if len(made) == 1 else made or None
+
+    def to_dtype(self, x: Operand, dtype: str, loc: Loc | None = None) -> Operand:
+        """The value itself where it has this dtype, or a number; else cast to it."""
+        if not isinstance(x, Value) or not isinstance(x.type, Tensor) or x.type.dtype == dtype:
+            return x
+        return self.emit("cast", x, dtype=dtype, hint=x.name, loc=loc)
+
+    def inline(
+        self, function: Function, given: tuple[Operand, ...], loc: Loc | None = None
+    ) -> list[Operand]:
+        """The ops of a function of scalars on new operands, and what it returns."""
+        values: dict[Value, Operand] = {}
+        for value, operand in zip(function.inputs, given, strict=True):
+            assert isinstance(value.type, Tensor)
+            values[value] = self.to_dtype(operand, value.type.dtype, loc)
+        for op in function.ops:
+            operands = tuple(values[x] if isinstance(x, Value) else x for x in op.operands)
+            made = self.emit(op.kind, *operands, hint=op.results[0].name, loc=op.loc, **op.attrs)
+            made = made if isinstance(made, tuple) else (made,)
+            values.update(zip(op.results, made, strict=True))
+        return [values[v] for v in function.outputs]
 
     def copy(
         self,

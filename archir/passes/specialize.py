@@ -13,7 +13,8 @@
 
 The entry makes the sequence once, `seq = dense(tokens, length)` or, with the layout "ragged",
 `seq = ragged(tokens, start, stop, length)`; functions that need it take it as their last operand.
-`prefill` and `decode` are one program here: forms tell them apart later.
+`prefill` and `decode` are one program here: forms tell them apart later. Both give what `full`
+gives however tokens are cut into calls (D17), so they refuse attention that is not causal.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from dataclasses import replace
 from archir import dims, ir, types
 from archir.diagnostics import UnsupportedError
 from archir.dims import Poly
-from archir.ir import Function, Module, Op, Value
+from archir.ir import Function, Module, Op, Ref, Value
+from archir.ops import lookup
 from archir.ops.state import rule_heads, state_axes
 from archir.passes.rewrite import Rewriter
 from archir.types import Sequence, Tensor
@@ -32,7 +34,6 @@ PHASES = ("full", "prefill", "decode")
 # ragged: left-padded, right-padded or packed; where rows lie is an input (D4)
 LAYOUTS = ("dense", "ragged")
 SOURCES = ("dense", "ragged")
-ORDERED = ("positions", "rotary", "attention", "state_update", "last")
 
 
 def is_specialized(module: Module) -> bool:
@@ -47,7 +48,7 @@ def _ordered_functions(module: Module) -> set[str]:
     found: set[str] = set()
     for function in module.functions:
         for op in function.ops:
-            if op.kind in ORDERED or (op.kind == "call" and op.attrs["callee"].name in found):
+            if lookup(op.kind).ordered or (op.kind == "call" and op.attrs["callee"].name in found):
                 found.add(function.name)
     return found
 
@@ -60,6 +61,8 @@ def specialize(module: Module, phase: str = "full", layout: str = "dense") -> Mo
             code="phase-layout",
             next=f"phases: {', '.join(PHASES)}; layouts: {', '.join(LAYOUTS)}",
         )
+    if phase != "full":
+        _refuse_only_full(module, phase)
     ordered = _ordered_functions(module)
     functions: dict[str, Function] = {}
     for function in module.functions:
@@ -94,7 +97,7 @@ def _function(
             name = op.attrs.get("name", f"{op.kind}_{ordinal}")
             handle = _attention if op.kind == "attention" else _state_update
             handle(new, op, name, seq, stateful)
-        elif op.kind in ORDERED or (op.kind == "call" and op.attrs["callee"].name in ordered):
+        elif lookup(op.kind).ordered or (op.kind == "call" and op.attrs["callee"].name in ordered):
             new.copy(op, (*operands, seq))
         else:
             new.copy(op)
@@ -105,6 +108,58 @@ def _tokens(function: Function) -> Value | None:
     """The input whose first two axes are rows and tokens."""
     ranked = (v for v in function.inputs if isinstance(v.type, Tensor) and v.type.rank >= 2)
     return next(ranked, None)
+
+
+def only_full(module: Module) -> Op | None:
+    """The first op that lets a token see later ones, so that only the phase `full` has a meaning:
+    attention that is not causal, or an op that mixes the axis of tokens itself."""
+    tokens = _tokens(module.entry)
+    axis = dims.bare(tokens.type.shape[1]) if tokens and isinstance(tokens.type, Tensor) else None
+    for function in module.functions:
+        for op in function.ops if function.role in ("entry", "block") else ():
+            if op.kind == "attention" and not op.attrs.get("causal", True):
+                return op
+            definition = lookup(op.kind)
+            plain = not definition.ordered and definition.family not in ("control", "head")
+            if axis and plain and _mixes(op, axis):
+                return op
+    return None
+
+
+def _mixes(op: Op, axis: str) -> bool:
+    """Whether an op's tokens leave their place, or meet in a sum."""
+
+    def holds(value: Value) -> bool:
+        shape = value.type.shape if isinstance(value.type, Tensor) else ()
+        return len(shape) > 1 and dims.bare(shape[1]) == axis
+
+    if not any(holds(x) for x in op.values):
+        return False
+    if op.kind == "einsum":
+        terms, _, kept = op.attrs["equation"].partition("->")
+        named = zip(terms.split(","), op.values, strict=True)
+        letters = {term[1] for term, x in named if holds(x)}
+        return letters != {kept[1:2]}
+    return not all(holds(x) for x in op.results)
+
+
+def _refuse_only_full(module: Module, phase: str) -> None:
+    op = only_full(module)
+    if op is None:
+        return
+    mask = op.attrs.get("mask")
+    what = "attention with causal=False" if op.kind == "attention" else f"{op.kind} over tokens"
+    raise UnsupportedError(
+        f"{what} lets a token see later ones, and {phase} has only earlier ones",
+        code="phase-causal",
+        loc=op.loc,
+        facts=[f"mask {mask.name} may hide them, which is not proven"]
+        if isinstance(mask, Ref)
+        else [],
+        next="use the phase full, or write causal=True; a mask then hides still more"
+        if op.kind == "attention"
+        else "use the phase full, or say it with causal attention or a recurrence",
+    )
 
 
 def _make_sequence(new: Rewriter, stateful: bool, layout: str) -> Value:

@@ -6,18 +6,20 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from archir import types
+from archir.diagnostics import PassError
 from archir.dims import Poly
 from archir.ir import Function, Op, Operand, Value
 from archir.ops import lookup
 from archir.passes.rewrite import Rewriter
 from archir.types import Tensor
 
-_LETTERS = "YZX"
+_LETTERS = "YZX" + string.ascii_uppercase + string.ascii_lowercase
 
 
 def batch(
@@ -83,7 +85,8 @@ class _Lift(Rewriter):
         shift = len(self.lead)
         match op.kind:
             case "einsum":
-                letters = _LETTERS[:shift]
+                free = [x for x in _LETTERS if x not in attrs["equation"]]
+                letters = "".join(free[:shift])
                 left, _, right = attrs["equation"].partition("->")
                 terms = zip(left.split(","), op.values, strict=True)
                 left = ",".join(letters + t if v in self.lifted else t for t, v in terms)
@@ -94,7 +97,17 @@ class _Lift(Rewriter):
                 attrs["axes"] = (*range(shift), *(a + shift for a in attrs["axes"]))
             case "reshape" | "broadcast_to":
                 attrs["shape"] = (*self.lead, *attrs["shape"])
-            case "concat" | "split":
+            case "concat" | "split" | "repeat":
                 axis = attrs["axis"]
                 attrs["axis"] = axis + shift if axis >= 0 else axis
+            case "cast" | "heads" | "merge" | "l2_norm" | "rms_norm":
+                pass  # they look at the last axes only
+            case _:
+                raise PassError(
+                    f"rule {self.old.name}: {op.kind} of one head and one token is not known for "
+                    f"{shift} leading axes",
+                    code="lift-op",
+                    loc=op.loc,
+                    next="write it in elementwise ops, np.einsum, np.sum, np.transpose, np.where",
+                )
         return attrs

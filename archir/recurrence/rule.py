@@ -27,6 +27,8 @@ from archir.ir import Function, Module, Op, Ref, Value
 from archir.trace import Builder, Program, Traced, building, current, emit, finish
 from archir.types import Tensor
 
+# Dims a rule has no say in.
+_TAKEN = {"B": "batches", "T": "tokens", "H": "heads", **dims.RESERVED}
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|\.\d+|inf)"
 _DOMAIN = re.compile(rf"^(<=\s*{_NUMBER}|>=\s*{_NUMBER}|{_NUMBER}\.\.{_NUMBER}|unit)$")
 
@@ -121,7 +123,7 @@ class Rule:
                     f"state {lost[0][0]} has the dim {lost[0][1]}, which no operand has",
                     f"use dims of the operands: {', '.join(sorted(known))}",
                 )
-            return self._trace(tuple(stated.values()))
+            return self._trace(tuple(stated.values()), self._builder())
         if len(self.states) > 1:
             raise self._bad(
                 f"{len(self.states)} states ({', '.join(self.states)}) need stated shapes",
@@ -129,17 +131,39 @@ class Rule:
             )
         names = list(dict.fromkeys(d for shape in self.operands.values() for d in shape))
         trials = [*itertools.permutations(names, 2), *((n, n) for n in names), *zip(names)]
-        first: ArchirError | None = None
+        failed: list[tuple[int, ArchirError]] = []
         for shape in trials:
+            builder = self._builder()
             try:
-                return self._trace((shape,))
+                return self._trace((shape,), builder)
             except ArchirError as error:
-                first = first or error
-        assert first is not None
-        raise first
+                failed.append((len(builder.ops), error))
+        raise self._best(failed, trials)
 
-    def _trace(self, shapes: tuple[tuple[str, ...], ...]) -> Function:
-        builder = Builder(Program(), self.name, source.definition(self.fn))
+    def _best(
+        self, failed: list[tuple[int, ArchirError]], trials: list[tuple[str, ...]]
+    ) -> ArchirError:
+        """The error of the trial that got furthest, and, unless all agree, which were made."""
+        furthest = max(reached for reached, _ in failed)
+        error = next(error for reached, error in failed if reached == furthest)
+        if all((e.what, e.loc) == (error.what, error.loc) for _, e in failed):
+            return error
+        (state,) = self.states
+        shape = ",".join(trials[failed.index((furthest, error))])
+        tried = " ".join(f"[{', '.join(trial)}]" for trial in trials)
+        return type(error)(
+            error.what,
+            code=error.code,
+            loc=error.loc,
+            facts=[*error.facts, f"{state} was tried as {tried}; this is what {state}:{shape} met"],
+            next=f"{error.next or 'change the body'}; or state the shape before a bar: "
+            f'"{state}:{shape} | {self.signature}"',
+        )
+
+    def _builder(self) -> Builder:
+        return Builder(Program(), self.name, source.definition(self.fn), "rule")
+
+    def _trace(self, shapes: tuple[tuple[str, ...], ...], builder: Builder) -> Function:
         given = dict(zip(self.states, shapes, strict=True)) | self.operands
         with building(builder):
             values = [
@@ -174,12 +198,13 @@ class Rule:
         attrs: dict[str, Any] = {"states": len(self.states)}
         if self.domain:
             attrs["domain"] = dict(self.domain)
-        return builder.finish(outputs, "rule", attrs=attrs)
+        return builder.finish(outputs, attrs=attrs)
 
     def __call__(self, *args: Any, name: str | None = None) -> Any:
         """In a spec: outputs [B, T, H, …] of operands placed by rank (D8). On arrays: the body."""
         if not any(isinstance(a, Traced) for a in args):
             return self._literal(*args)
+        current().enter_state("rule", name)
         rule = Ref(current().program.add(self.function))
         extra = {"name": name} if name else {}
         made = emit("state_update", *args, rule=rule, hint=name or "o", **extra)
@@ -197,7 +222,7 @@ class Rule:
     def trace(self) -> Module:
         """A module that runs this rule alone over [B, T, H, …] operands."""
         program = Program()
-        builder = Builder(program, f"run_{self.name}", source.definition(self.fn))
+        builder = Builder(program, f"run_{self.name}", source.definition(self.fn), "entry")
         lead = tuple(dims.symbol(d) for d in ("B", "T", "H"))
         with building(builder):
             given = [
@@ -206,7 +231,7 @@ class Rule:
             ]
             made = self(*given)
         outputs = [o.value for o in (made if isinstance(made, tuple) else (made,))]
-        return finish(program, builder.finish(outputs, "entry", tuple(self.outputs)))
+        return finish(program, builder.finish(outputs, tuple(self.outputs)))
 
 
 def recurrence(
@@ -225,6 +250,12 @@ def _shapes(side: str, rule: Rule) -> dict[str, tuple[str, ...]]:
             raise rule._bad(f"{item!r} in the signature is not `name:dims`")
         if name in found:
             raise rule._bad(f"the signature names {name} twice", "give each its own name")
+        taken = [d for d in sizes if d in _TAKEN]
+        if taken:
+            raise rule._bad(
+                f"the dim {taken[0]} of {name} stands for {_TAKEN[taken[0]]} already",
+                f"use other letters, as K and V; taken are {', '.join(_TAKEN)}",
+            )
         found[name] = sizes
     return found
 

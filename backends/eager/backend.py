@@ -15,11 +15,13 @@ from archir.compile import Request
 from archir.ir import Module, Op
 from archir.pipeline import Options
 from archir.types import short_dtype
+from backends.api import refuse_unsupported
 from backends.eager import cache as growing
 from backends.eager import support
-from backends.eager.emit import emit_program
+from backends.eager.emit import emit_program, printed
+from backends.eager.names import class_names, function_names
 from backends.eager.ops import EMIT, UNSUPPORTED
-from backends.eager.tree import class_name, emit_tree
+from backends.eager.tree import emit_tree
 from backends.runtime import cache, weights
 from backends.runtime.model import Model
 from backends.runtime.runner import Runner
@@ -52,7 +54,8 @@ class Eager:
         }
 
     def emit_program(self, module: Module, traced: Module, title: str) -> str:
-        """The source of a lowered module."""
+        """The source of a lowered module, all of whose ops are supported."""
+        refuse_unsupported(self, printed(module))
         return emit_program(module, traced, title)
 
     def load(self, folder: Path, name: str) -> ModuleType:
@@ -65,11 +68,12 @@ class Eager:
         versions = (torch.__version__, self.target())
         folder = cache.folder(request.name, str(request.module), self.name, *options, *versions)
         cache.write(folder, self.emit_tree(request.module, request.name))
-        root = getattr(self.load(folder, "modules"), class_name(request.module.entry))
+        entry = class_names(request.module)[request.module.entry.name]
+        root = getattr(self.load(folder, "modules"), entry)
         made = type(root.__name__, (Model, root), {"__doc__": request.spec.doc})
         dtype = DTYPES[short_dtype(request.options.param_dtype or request.options.dtype)]
         model = made(device="meta", dtype=dtype)
-        model._attach(request, self, folder, self.load(folder, "support"))
+        model._attach(request, self, folder)
         return model
 
     def runner(self, request: Request) -> Runner:
@@ -83,7 +87,7 @@ class Eager:
         name = f"{phase}_{layout}_{head}"
         title = f"{request.name}: {phase}, {layout}, head {head}"
         cache.write(model._folder, {f"{name}.py": self.emit_program(module, request.module, title)})
-        return getattr(self.load(model._folder, name), module.entry.name)
+        return getattr(self.load(model._folder, name), function_names(module)[module.entry.name])
 
     def open_checkpoint(self, path: Path) -> weights.Checkpoint:
         """Published weights, not yet read: their names, shapes and config."""

@@ -6,19 +6,21 @@ that is dead, so code reads as it was written and intermediates are freed as the
 
 from __future__ import annotations
 
-import builtins
-import keyword
 import re
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
-from archir import dims
-from archir.dims import Poly
-from archir.ir import Function, Module, Op, Operand, Value
+from archir import dims, types
+from archir.dims import CeilDiv, Poly
+from archir.ir import Field, Function, Module, Op, Operand, Ref, Value
+from archir.ops import lookup
 from archir.text import wrap
-from archir.types import Sequence, Tensor
+from archir.types import List, Sequence, Tensor
 from backends.eager import tree
-from backends.eager.ops.base import EMIT
+from backends.eager.names import RESERVED, free, function_names, in_brackets, quoted
+from backends.eager.ops import EMIT
+from backends.eager.ops.base import Emitter, number
 
 _TORCH = {
     "bf16": "torch.bfloat16",
@@ -29,51 +31,66 @@ _TORCH = {
     "i64": "torch.int64",
     "bool": "torch.bool",
 }
-_RESERVED = {"self", "state", "torch", "F", "ar", *keyword.kwlist, *dir(builtins)}
 WIDTH = 100
 # Before these ops dead intermediates are freed: they make the largest values of a function.
 _LARGE = ("call", "linear", "attention", "logits", "cross_entropy")
+_DEVICE = ".device"  # stands among the symbols, which have no dots
+
+
+@dataclass(frozen=True)
+class Program:
+    """What printing a function must know of its module.
+
+    names: Python names of functions.  stateful: functions that take `state`.  linears: for each
+    function, its scopes that are nn.Linear.  emit: how each kind of op is printed.
+    """
+
+    names: Mapping[str, str]
+    stateful: Collection[str]
+    linears: Mapping[str, Collection[str]]
+    emit: Mapping[str, Emitter]
 
 
 class Printer:
     """One function being printed. Called on an operand, it gives its Python expression."""
 
-    def __init__(
-        self,
-        function: Function,
-        functions: Collection[str],
-        stateful: Collection[str],
-        linears: Collection[str],
-    ) -> None:
-        self.function, self.stateful, self._linears = function, stateful, linears
-        self._reserved = _RESERVED | set(functions)
+    def __init__(self, function: Function, program: Program) -> None:
+        self.function, self.program = function, program
+        self._linears = program.linears.get(function.name, ())
         self.names: dict[Value, str] = {}
         self.lines: list[str] = []
-        self.symbols: dict[str, str] = {}
         self._holders: dict[str, Value | None] = {}
         self._now = 0
         self._last = _last_uses(function)
         self._fields = {f.value: f for f in function.fields}
-        self._pinned_owner: str | None = None
+        self._cast_inside = self._casts_inside()
+        self._inside: str | None = None
+        self._reserved = RESERVED.union(program.names.values())
+        if any(tree.pinned(f) for f in function.fields):
+            self._reserved |= {"w"}
+        # Symbol → its Python name, and → where it can first be read and how; `_needed` are read.
+        self._symbols: dict[str, str] = {}
+        self._readable: dict[str, tuple[int, str]] = {}
+        self._needed: set[str] = set()
+        for symbol in [*sorted(_symbols(function)), _DEVICE]:
+            name = free(symbol.lstrip("."), self._reserved)
+            self._symbols[symbol] = name
+            self._reserved |= {name}
 
     # ---- expressions
 
     def __call__(self, operand: Operand) -> str:
         if not isinstance(operand, Value):
-            return repr(operand)
+            return number(operand)
         field = self._fields.get(operand)
         if field is None:
             return self.names[operand]
         if field.kind == "state":
-            return f'state["{field.path}"]'
-        if tree.pinned(field):
-            owner, leaf = tree.split_path(field.path)
-            place = f"{tree.access('self', owner)}.float32"
-            if self._pinned_owner in (None, place):
-                self._pinned_owner = place
-                return f"w.{leaf}"
-            return f"{place}.{leaf}"
-        return tree.access("self", field.path)
+            return self.state(field.path)
+        if not tree.pinned(field):
+            return tree.access("self", field.path)
+        place, (_, leaf) = _float32(field), tree.split_path(field.path)
+        return f"w.{leaf}" if place == self._inside else f"{place}.{leaf}"
 
     def type(self, operand: Operand) -> Tensor:
         """The type of a tensor operand."""
@@ -84,13 +101,24 @@ class Printer:
         """A size as an expression over the function's symbols."""
         if isinstance(size, int):
             return str(size)
-        for symbol in dims.symbols(size):
-            self.symbols.setdefault(symbol, symbol)
-        return re.sub(r"ceildiv\((.*), (\d+)\)", r"-(-(\1) // \2)", str(size))
+        terms = []
+        for monomial, coefficient in size.terms:
+            factors = [self._atom(atom) for atom in monomial]
+            if abs(coefficient) != 1 or not factors:
+                factors.insert(0, str(abs(coefficient)))
+            terms.append(("- " if coefficient < 0 else "+ ") + " * ".join(factors))
+        return " ".join(terms).removeprefix("+ ")
+
+    def _atom(self, atom: str | CeilDiv) -> str:
+        if isinstance(atom, CeilDiv):
+            top = self.dim(atom.top)
+            return f"-(-{top if top.isidentifier() else f'({top})'} // {atom.by})"
+        self._needed.add(atom)
+        return self._symbols[atom]
 
     def shape(self, sizes: tuple[int | Poly, ...]) -> str:
-        """Sizes separated by commas."""
-        return ", ".join(self.dim(s) for s in sizes)
+        """A tuple of sizes: `()`, `(3,)`, `(R, 4)`."""
+        return in_brackets([self.dim(size) for size in sizes])
 
     def dtype(self, name: str) -> str:
         """A dtype in torch's words."""
@@ -98,31 +126,51 @@ class Printer:
 
     def device(self) -> str:
         """The device of what is made from nothing: that of the first input."""
-        tensors = (v for v in self.function.inputs if isinstance(v.type, Tensor))
-        return next((f"{self.names[v]}.device" for v in tensors), '"cpu"')
+        self._needed.add(_DEVICE)
+        return self._symbols[_DEVICE]
 
-    def factory(self, op: Op) -> str:
+    def state(self, path: str) -> str:
+        """An entry of the state, or the entries of a called scope."""
+        return f"state[{quoted(path)}]"
+
+    def factory(self, value: Value) -> str:
         """dtype and device of a tensor made from nothing."""
-        return self.factory_of(op.result)
-
-    def factory_of(self, value: Value) -> str:
-        """dtype and device of a value."""
         return f"dtype={self.dtype(self.type(value).dtype)}, device={self.device()}"
 
     def linear_owner(self, op: Op) -> str | None:
-        """The nn.Linear that holds this op's weight, if its weight is a field of its own."""
-        field = self._fields.get(op.values[1])
+        """The nn.Linear that holds this op's weight; it casts the weight itself."""
+        weight = self._cast_inside.get(op.values[1], op.values[1])
+        field = self._fields.get(weight)
         if field is None or tree.split_path(field.path)[0] not in self._linears:
             return None
         return tree.access("self", tree.split_path(field.path)[0])
+
+    def _casts_inside(self) -> dict[Value, Value]:
+        """Casts of weights of nn.Linear modules that only they read → the weight."""
+        readers: dict[Value, set[str]] = {}
+        for op in self.function.ops:
+            for value in op.values:
+                readers.setdefault(value, set()).add(op.kind)
+        return {
+            op.result: op.values[0]
+            for op in self.function.ops
+            if op.kind == "cast"
+            and (field := self._fields.get(op.values[0])) is not None
+            and tree.split_path(field.path)[0] in self._linears
+            and readers.get(op.result, set()) <= {"linear", "logits"}
+        }
 
     def member(self, scope: str) -> str:
         """The module of a called scope."""
         return tree.access("self", scope)
 
-    def has_state(self, name: str) -> bool:
+    def function_name(self, ref: Ref) -> str:
+        """The Python name of a function that an op carries."""
+        return self.program.names[ref.name]
+
+    def has_state(self, ref: Ref) -> bool:
         """Whether a function takes `state`."""
-        return name in self.stateful
+        return ref.name in self.program.stateful
 
     def field_kind(self, path: str) -> str:
         """The kind of the field at a path."""
@@ -134,10 +182,7 @@ class Printer:
 
     def fresh(self, hint: str) -> str:
         """A Python name nothing holds."""
-        name, ordinal = hint, 0
-        while name in self._holders or name in self._reserved:
-            ordinal += 1
-            name = f"{hint}_{ordinal}"
+        name = free(hint, self._reserved.union(self._holders))
         self._holders[name] = None
         return name
 
@@ -160,36 +205,50 @@ class Printer:
         """The function's source."""
         function = self.function
         inputs = [self.define(v, reuse=False) for v in function.inputs]
+        self._read_inputs()
         for index, op in enumerate(function.ops):
             self._now = index
             self._op(op)
         returned = ", ".join(self(v) for v in function.outputs)
         if function.names and function.role == "entry" and len(function.names) > 1:
             pairs = zip(function.names, function.outputs, strict=True)
-            returned = "{" + ", ".join(f'"{n}": {self(v)}' for n, v in pairs) + "}"
+            returned = "{" + ", ".join(f"{quoted(n)}: {self(v)}" for n, v in pairs) + "}"
         plain = function.role in ("body", "pointwise", "rule")
         head = ([] if plain else ["self"]) + inputs
-        head += ["state"] if function.name in self.stateful else []
-        given = ", ".join(f"{v.name}: {v.type}" for v in function.inputs)
-        text = [f"def {function.name}({', '.join(head)}):"]
-        text += _docstring(given)
-        text += [f"    {line}" for line in self._sizes(inputs)]
-        text += [f"    {line}" for line in self.lines]
+        head += ["state"] if function.name in self.program.stateful else []
+        pairs = zip(inputs, function.inputs, strict=True)
+        text = [f"def {self.program.names[function.name]}({', '.join(head)}):"]
+        text += _docstring(", ".join(f"{name}: {value.type}" for name, value in pairs))
+        text += [f"    {line}" for line in self._with_sizes()]
         text.append(f"    return {returned}")
         return "\n".join(piece for line in text for piece in _fold(line))
 
-    def _sizes(self, inputs: list[str]) -> list[str]:
-        lines = []
-        for symbol in sorted(self.symbols):
-            for name, value in zip(inputs, self.function.inputs, strict=True):
-                if isinstance(value.type, Sequence) and dims.bare(value.type.rows) == symbol:
-                    lines.append(f"{symbol} = len({name})")
-                    break
-                shape = value.type.shape if isinstance(value.type, Tensor) else ()
-                places = [i for i, d in enumerate(shape) if dims.bare(d) == symbol]
-                if places:
-                    lines.append(f"{symbol} = {name}.shape[{places[0]}]")
-                    break
+    def _read_inputs(self) -> None:
+        """Sizes and the device can be read from inputs, then from what the function's scope has."""
+        fields = [f for f in self.function.fields if f.kind != "tap"]
+        for value in (*self.function.inputs, *(f.value for f in fields)):
+            self._read(value)
+            place = f"{self(value)}[0]" if isinstance(value.type, List) else self(value)
+            if isinstance(value.type, List | Tensor):
+                self._readable.setdefault(_DEVICE, (0, f"{place}.device"))
+        self._readable.setdefault(_DEVICE, (0, '"cpu"'))
+
+    def _read(self, value: Value, cached: bool = False) -> None:
+        """Remembers where symbols that stand bare in a type can be read, if nowhere before."""
+        field = self._fields.get(value)
+        kept = cached or (field is not None and field.attrs.get("kind") == "kv")
+        text = f"{self(value)}.rows" if kept else self(value)
+        for size, expression in _sizes(value, text):
+            symbol = dims.bare(size)
+            if symbol is not None:
+                self._readable.setdefault(symbol, (len(self.lines), expression))
+
+    def _with_sizes(self) -> list[str]:
+        """The lines, each symbol they need bound as soon as it can be read."""
+        lines = list(self.lines)
+        found = ((*self._readable[s], self._symbols[s]) for s in self._needed)
+        for place, expression, name in sorted(found, key=lambda f: (f[0], f[2]), reverse=True):
+            lines.insert(place, f"{name} = {expression}")
         return lines
 
     def _free(self) -> None:
@@ -208,24 +267,65 @@ class Printer:
             del self._holders[name]
 
     def _op(self, op: Op) -> None:
+        if op.results and op.results[0] in self._cast_inside:
+            return
         if op.kind in _LARGE:
             self._free()
-        self._pinned_owner = None
-        made = EMIT[op.kind](self, op)
-        note = self._note(op)
+        self._inside = self._float32_of(op)
+        made = self.program.emit[op.kind](self, op)
         if isinstance(made, list):
-            self.lines += [*made[:-1], made[-1] + note]
-            return
-        if self._pinned_owner:
-            made = f"{self._pinned_owner}(lambda w: {made})"
-        targets = ", ".join(self.define(v) for v in op.results)
-        self.lines.append(f"{targets} = {made}{note}")
+            self.lines += [*made[:-1], made[-1] + _note(op, op.results[-1:])]
+        else:
+            if self._inside:
+                made = f"{self._inside}(lambda w: {made})"
+            targets = ", ".join(self.define(v) for v in op.results)
+            self.lines.append(f"{targets} = {made}{_note(op, op.results[:1])}")
+        self._inside = None
+        for value in op.results:
+            self._read(value, cached=op.kind == "append")
 
-    def _note(self, op: Op) -> str:
-        shapes = [str(list(v.type.shape)) for v in op.results if isinstance(v.type, Tensor)]
-        shape = shapes[0] if shapes else ""
-        place = op.loc.short if op.loc else ""
-        return f"  # {'  '.join(p for p in (shape, place) if p)}" if shape or place else ""
+    def _float32_of(self, op: Op) -> str | None:
+        """The module in whose forward an op runs, that of its first pinned operand (D9). What
+        runs other functions or writes stays outside."""
+        if op.refs() or lookup(op.kind).effect:
+            return None
+        fields = (self._fields.get(v) for v in op.values)
+        return next((_float32(f) for f in fields if f is not None and tree.pinned(f)), None)
+
+
+def _float32(field: Field) -> str:
+    """The module that holds a pinned field."""
+    return f"{tree.access('self', tree.split_path(field.path)[0])}.float32"
+
+
+def _symbols(function: Function) -> set[str]:
+    """Every symbol of a function's types."""
+    values = [*function.inputs, *(f.value for f in function.fields)]
+    values += [v for op in function.ops for v in op.results]
+    return {symbol for value in values for symbol in types.symbols(value.type)}
+
+
+def _sizes(value: Value, text: str) -> Iterator[tuple[int | Poly, str]]:
+    """The sizes of a type, and how to read each. Lengths of rows are tuples: `len` reads both."""
+    match value.type:
+        case Sequence(rows=rows):
+            yield rows, f"len({text})"
+        case List(count=count, element=element):
+            yield count, f"len({text})"
+            for axis, size in enumerate(element.shape):
+                yield size, f"{text}[0].shape[{axis}]"
+        case Tensor(shape=(size,)):
+            yield size, f"len({text})"
+        case Tensor(shape=shape):
+            for axis, size in enumerate(shape):
+                yield size, f"{text}.shape[{axis}]"
+
+
+def _note(op: Op, results: tuple[Value, ...]) -> str:
+    """A trailing comment: the shape of what a line makes, and the spec's line."""
+    parts = [str(list(v.type.shape)) for v in results if isinstance(v.type, Tensor)]
+    parts += [op.loc.short] if op.loc else []
+    return f"  # {'  '.join(parts)}" if parts else ""
 
 
 def _has_tokens(value: Value) -> bool:
@@ -277,7 +377,7 @@ def stateful(module: Module) -> set[str]:
     return found
 
 
-def _printed(module: Module) -> list[Function]:
+def printed(module: Module) -> list[Function]:
     """Functions that code still refers to (rules and inlined pointwise functions are not)."""
     used: set[str] = set()
     for function in module.functions:
@@ -286,13 +386,14 @@ def _printed(module: Module) -> list[Function]:
     return [f for f in module.functions if f.name in used or f.role == "entry"]
 
 
-def emit_program(module: Module, traced: Module, title: str) -> str:
+def emit_program(
+    module: Module, traced: Module, title: str, emit: Mapping[str, Emitter] = EMIT
+) -> str:
     """The source of a lowered module; `traced` decides which scopes are nn.Linear modules."""
-    has_state = stateful(module)
     linears = {f.name: tree.linears(f) for f in traced.functions}
+    program = Program(function_names(module), stateful(module), linears, emit)
     about = "Emitted by archir from the spec; one line per op, its shape and its line."
     imports = "import torch\nimport torch.nn.functional as F\n\nfrom . import support as ar"
     head = f'"""{title}\n\n{about}\n"""\n\n{imports}'
-    names = [f.name for f in module.functions]
-    body = [Printer(f, names, has_state, linears.get(f.name, ())).print() for f in _printed(module)]
+    body = [Printer(function, program).print() for function in printed(module)]
     return "\n\n\n".join([head, *body]) + "\n"

@@ -51,7 +51,8 @@ class Float32(Scope):
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose one-row product uses every core; parameters are made uninitialised."""
+    """nn.Linear whose one-row product uses every core, whatever dtype its parameters are kept in;
+    they are made uninitialised."""
 
     def reset_parameters(self) -> None:
         """Nothing: weights are drawn or loaded by name."""
@@ -62,11 +63,12 @@ class Linear(nn.Linear):
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None = None, parts: int = 8) -> Tensor:
-    """x wᵀ + b; one float32 row on a CPU is split over the outputs.
+    """x wᵀ + b in the dtype of x; one float32 row on a CPU is split over the outputs.
 
     A product with a single row is bound by reading w, and F.linear does that on one core (MKL sgemm
     with M = 1). As a batch of row blocks of w, a view, it runs on all of them.
     """
+    w, b = w.to(x.dtype), None if b is None else b.to(x.dtype)
     one_row = x.numel() == w.shape[1] and x.dtype == torch.float32 and not x.is_cuda
     plain = type(w) in (nn.Parameter, Tensor) and w.is_contiguous() and w.shape[0] % parts == 0
     if torch.is_grad_enabled() or not (one_row and plain) or torch.compiler.is_compiling():
@@ -220,9 +222,10 @@ def attention(
         how = {"causal": causal, "window": window, "scale": scale, "score": score, "mask": mask}
         return _row_by_row(q, k, v, seq, keys, how)
     n, m, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    window = None if window is None or window >= m else window
     if score is not None:
         return _scored(q, k, v, seq, causal, window, scale, score, mask)
-    hidden = (causal and n > 1) or (window is not None and m > window) or mask is not None
+    hidden = (causal and n > 1) or window is not None or mask is not None
     hidden = hidden or not seq.uniform
     square = causal and n == m and window is None and mask is None
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -351,6 +354,11 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():  # create_graph=True; once_differentiable would give zeros
+            raise RuntimeError(
+                "the gradients of model.loss are made chunk by chunk and have no graph of their "
+                "own. Use cross_entropy(model(tokens), targets) for a penalty on gradients."
+            )
         dx, dw = ctx.saved_tensors
         return (
             None if dx is None else dx * grad.to(dx.dtype),

@@ -7,6 +7,7 @@ that hooks, sharding and checkpointing see it; programs are lowered and emitted 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ from archir import ir
 from archir.compile import Request
 from archir.diagnostics import MismatchError, UnsupportedError
 from archir.draw import draw
-from archir.inputs import context
+from archir.inputs import context, vocabulary
 from archir.ir import Module
 from archir.layout import Layout, check_total, tensor
+from archir.passes.specialize import only_full
 from archir.pipeline import lower
+from archir.types import Tensor, is_float
 from backends.runtime import state as states
-from backends.runtime.layout import bounds
-from backends.runtime.state import State
+from backends.runtime.layout import Bounds, bounds
+from backends.runtime.state import DTYPES, State
 
 
 class Model(nn.Module):
@@ -33,15 +36,21 @@ class Model(nn.Module):
     _backend: Any
     _folder: Path
 
-    def _attach(self, request: Request, backend: Any, folder: Path, support: Any) -> None:
+    def _attach(self, request: Request, backend: Any, folder: Path) -> None:
         self._request, self._backend, self._folder = request, backend, folder
-        self._support = support
         self._programs: dict[tuple[str, str, str], Callable[..., Any]] = {}
         self._lowered: dict[tuple[str, str, str], Module] = {}
-        self._materialised = False
+        self._filled: bool | None = None  # None: by whoever loads the state dict
+        self._checked: tuple[Any, ...] | None = None
         self._limit = context(request.module)
+        self._vocabulary = vocabulary(request.module, 0)
         for path, module in self.named_modules():
             module.scope = path  # type: ignore[assignment]
+
+    @property
+    def _support(self) -> Any:
+        """The support file beside the emitted ones."""
+        return self._backend.load(self._folder, "support")
 
     # ---- running
 
@@ -56,15 +65,17 @@ class Model(nn.Module):
         head: str = "all",
         state: State | None = None,
         targets: Any = None,
+        rows: Bounds | None = None,
     ) -> Any:
         """Logits [B, T, vocab] of tokens [B, T], or what `phase` and `head` ask for.
 
         lengths: tokens of each row, the rest is `padding`.  cu_seqlens: ends of sequences packed in
-        one line [1, T]. Outputs at padding are finite and otherwise unspecified.
+        one line [1, T].  rows: (start, stop) of every row on the grid read line by line, where they
+        are known already. Outputs at padding are finite and otherwise unspecified.
         """
         self._check_ready()
         x = self._input(tokens)
-        rows = bounds(x.shape[0], x.shape[1], lengths, padding, cu_seqlens)
+        rows = rows or bounds(x.shape[0], x.shape[1], lengths, padding, cu_seqlens)
         new = [x.shape[1]] * x.shape[0]
         if rows is not None:
             new = [b - a for a, b in zip(*rows, strict=True)]
@@ -72,7 +83,7 @@ class Model(nn.Module):
         layout = "dense" if rows is None else "ragged"
         if phase == "full":
             self._check_context(new, [0] * len(new))
-            given += [] if targets is None else [self._input(targets)]
+            given += [] if targets is None else [self._targets(targets, x)]
             return self.program("full", head, layout)(self, *given)
         if state is None:
             state = self.empty_state(len(new))
@@ -85,9 +96,11 @@ class Model(nn.Module):
             )
         self._check_context(new, state.lengths)
         run = self.program(phase, head, layout)
-        entries = state.take()
+        entries, draft = state.take(self), None
+        if phase == "decode":
+            draft = states.draft(entries, self.state_schema, [x, *inputs], rows, new)
         made = run(self, *given, entries)
-        return made, State(entries, self)
+        return made, State(entries, self, draft)
 
     def prefill(
         self, tokens: Any, state: State | None = None, *, logits: str = "last", **layout: Any
@@ -114,12 +127,18 @@ class Model(nn.Module):
         stop: Sequence[int] = (),
     ) -> Iterator[int]:
         """Up to n new ids, one by one; greedy at temperature 0, ends after an id of `stop`."""
+        if not ids:
+            raise MismatchError(
+                "there is no token to go on from: the prompt is empty",
+                code="prompt-empty",
+                next="give at least one id, for example the tokenizer's bos_id",
+            )
         generator = torch.Generator().manual_seed(seed) if seed is not None else None
         with torch.inference_mode():
             state = self.empty_state(1, reserve=len(ids) + n)
             logits, state = self.prefill([list(ids)], state)
             for index in range(n):
-                token = _sample(logits[0, -1], temperature, top_p, generator)
+                token = _sample(_scores(logits)[0, -1], temperature, top_p, generator)
                 yield token
                 if token in stop or index + 1 == n:
                     return
@@ -137,16 +156,21 @@ class Model(nn.Module):
             state = self.empty_state(found.shape[0], reserve=found.shape[1] + n)
             logits, state = self.prefill(found, state)
             for index in range(n):
-                new = [_sample(row[-1], temperature, top_p, generator) for row in logits]
+                new = [_sample(row[-1], temperature, top_p, generator) for row in _scores(logits)]
                 step = torch.tensor(new, device=found.device)[:, None]
                 found = torch.cat([found, step], 1)
                 if index + 1 < n:
                     logits, state = self.decode(step, state)
-        return found
+        return found.clone()
 
     def record_taps(self, into: dict[str, torch.Tensor]) -> Any:
         """Context manager: inner values marked by `ar.tap` are collected in `into` by path."""
         return self._support.record_taps(into)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one, so that prefill and decode exist."""
+        return only_full(self._request.module) is None
 
     # ---- programs
 
@@ -173,7 +197,10 @@ class Model(nn.Module):
     @property
     def files(self) -> list[Path]:
         """The emitted files so far."""
-        return sorted(p for p in self._folder.glob("*.py") if not p.name.startswith("."))
+        shared = (p for p in self._folder.glob("*.py") if p.name[0] != ".")
+        phases = {f"{phase}_{layout}_{head}.py" for phase, head, layout in self._programs}
+        known = ("full_", "prefill_", "decode_")
+        return sorted(p for p in shared if p.name in phases or not p.name.startswith(known))
 
     def kernels(self) -> list[str]:
         """What runs beyond torch calls; eager has no kernels of its own."""
@@ -181,11 +208,22 @@ class Model(nn.Module):
 
     def empty_state(self, rows: int, reserve: int = 16) -> State:
         """The state of `rows` rows before any token, with storage for `reserve` tokens each."""
-        entries = states.empty(
-            self.lowered("prefill", "last"), rows, self.device, self._support, reserve
-        )
-        entries.setdefault("length", (0,) * rows)
+        entries = states.empty(self.state_schema, rows, self.device, self._support, reserve)
         return State(entries, self)
+
+    def load_state(self, path: str | Path) -> State:
+        """A state that `State.save` wrote for this spec, config and dtype."""
+        return State.load(path, self)
+
+    @cached_property
+    def state_schema(self) -> states.Schema:
+        """What states of this model look like: they go between models with equal schemas."""
+        request, o = self._request, self._request.options
+        module = lower(
+            request.module, "prefill", stage="precision", dtype=o.dtype,
+            param_dtype=o.param_dtype, state_dtype=o.state_dtype,
+        )  # fmt: skip
+        return states.schema_of(request.name, request.module, module)
 
     # ---- weights
 
@@ -209,14 +247,14 @@ class Model(nn.Module):
 
     def init_weights(self, seed: int = 0) -> Model:
         """Draws every weight from (seed, name), whatever the device (D18). Returns the model."""
-        self._materialise()
         module = self._request.module
+        made = self._filling()
         with torch.no_grad():
-            made = self.tensors()
             for path, field in (ir.fields(module, "weight") | ir.fields(module, "buffer")).items():
                 target = made[path]
                 values = draw(path, seed, field.attrs["init"], tuple(target.shape))
                 target.copy_(torch.from_numpy(values))
+        self._filled = True
         return self
 
     def set_weights(self, weights: Mapping[str, Any]) -> Model:
@@ -236,10 +274,10 @@ class Model(nn.Module):
                 facts=facts[:10],
                 next="model.tensors() lists names and shapes",
             )
-        self._materialise()
         with torch.no_grad():
-            for name, target in self.tensors().items():
+            for name, target in self._filling().items():
                 target.copy_(torch.as_tensor(weights[name]))
+        self._filled = True
         return self
 
     def load_weights(
@@ -250,9 +288,9 @@ class Model(nn.Module):
 
         checkpoint = weights.open_checkpoint(path)
         self._check_config(checkpoint.config, str(path))
-        names = self.names(checkpoint.convention)
-        self._materialise()
-        weights.load(checkpoint, self.tensors(), names, self._request.spec.ignore, progress)
+        names, ignore = self.names(checkpoint.convention), self._request.spec.ignore
+        weights.load(checkpoint, self.tensors(), names, ignore, progress, self._filling)
+        self._filled = True
         return self
 
     def save_weights(self, folder: str | Path) -> None:
@@ -261,7 +299,7 @@ class Model(nn.Module):
 
         self._check_ready()
         spec = self._request.spec
-        config = spec.from_hf.publish(self.config) if spec.from_hf else {}
+        config = spec.published.publish(self.config) if spec.config_class else {}
         weights.save(folder, self.tensors(), self.names("hf"), config, str(self._request.module))
 
     def names(self, convention: str) -> Mapping[str, Layout]:
@@ -282,27 +320,67 @@ class Model(nn.Module):
 
     def _check_config(self, found: Mapping[str, Any], path: str) -> None:
         spec = self._request.spec
-        if not found or spec.from_hf is None:
+        if not found or spec.config_class is None:
             return
         spec.check_same(self.config, spec.configure(config=found), "the model", path)
 
-    def _materialise(self) -> None:
-        if any(p.is_meta for p in self.parameters()):
+    def _filling(self) -> dict[str, torch.Tensor]:
+        """Weights and buffers with memory, about to be filled: until then no call may use them."""
+        self._filled = False
+        if any(x.is_meta for x in self.tensors().values()):
             self.to_empty(device=self._request.device)
+        return self.tensors()
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As in nn.Module; parameters still on `meta` are given memory first."""
+        if not assign:
+            self._filling()
+        made = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        self._filled = True
+        return made
+
+    def parameter_groups(self, weight_decay: float = 0.1) -> list[dict[str, Any]]:
+        """Groups for an optimizer: weights the spec says decay, and those that do not."""
+        decays = {
+            path: bool(field.attrs["decay"])
+            for path, field in ir.fields(self._request.module, "weight").items()
+        }
+        mine = self.tensors()
+        return [
+            {"params": [mine[p] for p, d in decays.items() if d], "weight_decay": weight_decay},
+            {"params": [mine[p] for p, d in decays.items() if not d], "weight_decay": 0.0},
+        ]
 
     # ---- checks
 
     def _check_ready(self) -> None:
-        if self._materialised:
+        first = next(self.parameters(), None)
+        seen = (id(first), first.dtype, first.is_meta) if first is not None else ()
+        if self._filled is not False and self._checked == seen:
             return
-        empty = [n for n, x in self.tensors().items() if x.is_meta]
+        empty = [n for n, x in self.tensors().items() if x.is_meta or self._filled is False]
         if empty:
             raise MismatchError(
                 f"{len(empty)} parameters have no values yet, {empty[0]!r} among them",
                 code="weights-uninitialised",
                 next="call model.init_weights(seed) or model.load_weights(path) first",
             )
-        self._materialised = True
+        self._check_dtypes()
+        self._checked = seen
+
+    def _check_dtypes(self) -> None:
+        """Refuses parameters whose dtype was changed behind the emitted code's back."""
+        declared = ir.fields(self.lowered(), "weight")
+        for name, x in self.tensors().items():
+            if name in declared and x.dtype != DTYPES[declared[name].value.type.dtype]:
+                raise MismatchError(
+                    f"{name} is {x.dtype}, the model was compiled for "
+                    f"{DTYPES[declared[name].value.type.dtype]}",
+                    code="weights-dtype",
+                    next="compile(…, dtype=…) chooses the dtype; model.to() moves devices only",
+                )
 
     def _check_context(self, new: Sequence[int], past: Sequence[int]) -> None:
         row = max(range(len(new)), key=lambda r: new[r] + past[r], default=None)
@@ -316,16 +394,52 @@ class Model(nn.Module):
         )
 
     def _input(self, tokens: Any) -> torch.Tensor:
+        """The first input on the device: tokens [B, T], or what the spec declares."""
         x = tokens if isinstance(tokens, torch.Tensor) else torch.as_tensor(tokens)
-        if x.is_floating_point():
-            return x.to(self.device)
-        if x.ndim != 2:
+        declared = self._request.module.entry.inputs[0].type
+        assert isinstance(declared, Tensor)
+        floats = is_float(declared.dtype)
+        if x.ndim != declared.rank or x.is_floating_point() != floats:
+            hint = "write tokens[None] for a single row" if x.ndim + 1 == declared.rank else ""
             raise MismatchError(
-                f"tokens have shape {list(x.shape)}, a batch of rows [B, T] is needed",
+                f"the input is {x.dtype} of shape {list(x.shape)}, {declared} is needed",
                 code="tokens-shape",
-                next="write tokens[None] for a single row",
+                next=hint or "give one integer per token, a row for each sequence",
             )
-        return x.to(self.device, torch.int64)
+        x = x.to(self.device) if floats else x.to(self.device, torch.int64)
+        if not floats and self._vocabulary and x.device.type == "cpu" and x.numel():
+            low, high = int(x.min()), int(x.max())
+            if low < 0 or high >= self._vocabulary:
+                raise MismatchError(
+                    f"token {low if low < 0 else high} is outside the vocabulary of "
+                    f"{self._vocabulary}",
+                    code="tokens-range",
+                    next="use the tokenizer that belongs to this vocabulary",
+                )
+        return x
+
+    def _targets(self, targets: Any, tokens: torch.Tensor) -> torch.Tensor:
+        found = targets if isinstance(targets, torch.Tensor) else torch.as_tensor(targets)
+        if found.shape != tokens.shape[:2]:
+            raise MismatchError(
+                f"targets have shape {list(found.shape)}, tokens {list(tokens.shape[:2])}",
+                code="targets-shape",
+                next="give one target per token: the next token, or -100 to ignore it",
+            )
+        return found.to(self.device, torch.int64)
+
+
+def _scores(made: Any) -> torch.Tensor:
+    """The logits among a model's outputs: the only one, or the one so named."""
+    if not isinstance(made, dict):
+        return made
+    if "logits" not in made:
+        raise MismatchError(
+            f"none of the outputs {', '.join(made)} is called 'logits'",
+            code="outputs-logits",
+            next='return {"logits": …, …} from the spec to generate with it',
+        )
+    return made["logits"]
 
 
 def _sample(

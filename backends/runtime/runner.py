@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from archir.types import short_dtype
 from backends.runtime.model import Model
-from backends.runtime.state import State
+from backends.runtime.state import DTYPES, State
 
 
 class Runner:
@@ -29,6 +30,14 @@ class Runner:
         """Outputs of the phase `full`."""
         with torch.no_grad():
             return self._outputs(self.model(*self._tensors(inputs)))
+
+    def head(
+        self, head: str, inputs: Sequence[np.ndarray], targets: np.ndarray | None
+    ) -> np.ndarray:
+        """Scores of the last token, or the loss."""
+        with torch.no_grad():
+            made = self.model(*self._tensors(inputs), head=head, targets=targets)
+        return made.double().numpy()
 
     def reset(self, rows: int) -> None:
         """Back to the empty state."""
@@ -56,11 +65,11 @@ class Runner:
     ) -> dict[str, np.ndarray]:
         """d⟨cotangent, outputs⟩ / d weight for every weight."""
         self.model.zero_grad()
-        made = self.model(*self._tensors(inputs))
-        outputs = made if isinstance(made, dict) else {self._names[0]: made}
+        outputs = self._named(self.model(*self._tensors(inputs)))
+        smooth = [k for k in cotangent if outputs[k].requires_grad]
         torch.autograd.backward(
-            [outputs[k] for k in cotangent],
-            [torch.from_numpy(c).to(outputs[k].dtype) for k, c in cotangent.items()],
+            [outputs[k] for k in smooth],
+            [torch.from_numpy(cotangent[k]).to(outputs[k].dtype) for k in smooth],
         )
         return {
             name: np.zeros(x.shape) if x.grad is None else x.grad.double().numpy()
@@ -68,10 +77,15 @@ class Runner:
         }
 
     def _tensors(self, inputs: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        dtype = next(self.model.parameters()).dtype
+        dtype = DTYPES[short_dtype(self.model._request.options.dtype)]
         made = [torch.from_numpy(np.ascontiguousarray(x)) for x in inputs]
         return [x.to(dtype) if x.is_floating_point() else x for x in made]
 
     def _outputs(self, made: Any) -> dict[str, np.ndarray]:
-        outputs = made if isinstance(made, dict) else {self._names[0]: made}
-        return {k: x.detach().double().numpy() for k, x in outputs.items()}
+        return {k: x.detach().double().numpy() for k, x in self._named(made).items()}
+
+    def _named(self, made: Any) -> dict[str, torch.Tensor]:
+        if isinstance(made, dict):
+            return made
+        found = made if isinstance(made, tuple) else (made,)
+        return dict(zip(self._names, found, strict=True))

@@ -119,9 +119,11 @@ def load(
     names: Mapping[str, Layout],
     ignore: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
+    allocate: Callable[[], Mapping[str, torch.Tensor]] | None = None,
 ) -> None:
-    """Copy published tensors into `targets` (spec weight → allocated tensor), cast once.
+    """Copy published tensors into `targets` (spec weight → tensor), cast once.
 
+    allocate: makes the targets' memory once everything is known to fit; then `targets` may be meta.
     ignore: patterns of published tensors that hold no weight (`*.attn.bias`).
     progress: called after each weight with (bytes of targets filled, bytes of all targets).
     Raises `MismatchError`, before the first copy, for missing, unexpected and wrongly shaped ones.
@@ -130,7 +132,7 @@ def load(
     check_total(shapes, names, checkpoint.convention)
     layouts = {name: names[name].resolve(checkpoint.tensors) for name in targets}
     for name, target in targets.items():
-        if target.is_meta:
+        if target.is_meta and allocate is None:
             raise MismatchError(
                 f"{name} {list(target.shape)} is a meta tensor, and load fills allocated ones",
                 code="weights-unallocated",
@@ -146,6 +148,8 @@ def load(
             facts=problems[:10] + rest,
             next="use the preset or config.json these weights were made with",
         )
+    if allocate is not None:
+        targets = allocate()
     done, total = 0, sum(target.nbytes for target in targets.values())
     with torch.no_grad():
         for name, target in targets.items():

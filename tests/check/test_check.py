@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import archir as ar
+from archir.diagnostics import ArchirError
 from archir.ir import Op
 from archir.passes import specialize
 from backends.eager.ops import EMIT
@@ -28,7 +30,7 @@ def test_the_recurrence_spec_holds(preset: str) -> None:
     report = ar.check(kda_lm, preset=preset, lengths=sizes)
     assert report.ok, report.failures
     assert {row["phase"] for row in report.rows} == {
-        *("full", "prefill", "decode", "state", "gradient")
+        *("full", "prefill", "decode", "state", "last", "loss", "gradient")
     }
 
 
@@ -114,5 +116,44 @@ def test_a_break_is_found_and_named(
     # the table names the spec and the cell too
     shown = archir("check", spec, "--dtype", "float64")
     assert shown.code == 1
-    text = shown.out + shown.err
-    assert spec.rsplit(":", 1)[-1] in text and phase in text
+    bad = [line.split() for line in shown.out.splitlines() if line.split()[-1] == "NO"]
+    assert [phase] == sorted({line[3] for line in bad} & {phase})
+    assert {line[0] for line in bad} == {spec.rsplit(":", 1)[-1]}
+
+
+def mixers() -> dict[str, Any]:
+    """Ways in which a token may see later ones."""
+    return {
+        "mean": lambda x: x - x.mean(axis=1, keepdims=True),
+        "einsum": lambda x: np.einsum("btd,bsd->btd", x, x),
+        "attention": lambda x: ar.merge(
+            ar.attention(*(ar.heads(x, 1, 2) for _ in range(3)), causal=False)
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["mean", "einsum", "attention"])
+def test_a_spec_that_looks_ahead_has_only_the_phase_full(name: str) -> None:
+    @ar.config
+    class Tiny:
+        vocab: int = 11
+        width: int = 8
+
+    @ar.spec(Tiny)
+    def ahead(tokens: Any, c: Tiny) -> Any:
+        table = ar.weight("table", [c.vocab, c.width])
+        return ar.logits(mixers()[name](ar.embedding(tokens, table)), table)
+
+    report = ar.check(ahead)
+    assert report.ok, report.failures
+    assert {row["phase"] for row in report.rows} == {"full", "last", "loss", "gradient"}
+    model = ar.compile(ahead).init_weights(0)
+    assert not model.causal
+    with pytest.raises(ArchirError, match="phase-causal"):
+        model.prefill([[1, 2]])
+
+
+def test_a_report_of_nothing_is_not_ok() -> None:
+    assert not ar.check("gpt2", phases=()).ok
+    with pytest.raises(ArchirError, match="there is no phase 'ful'"):
+        ar.check("gpt2", phases=("ful",))

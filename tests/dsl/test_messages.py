@@ -29,7 +29,14 @@ TRAPS = {
     "np.exp(x, out=x)": "return np.exp(x, out=x)",
     "np.add.reduce(x)": "return np.add.reduce(x)",
     "np.cumsum(x)": "return np.cumsum(x, axis=1)",
-    "np.floor(x)": "return np.floor(x)",
+    "np.sign(x)": "return np.sign(x)",
+    "np.diag(matrix)": "return np.diag(x)",
+    "np.sum(x, dtype=float)": "return np.sum(x, axis=1, dtype=float)",
+    "x[tokens]": "return x[tokens]",
+    "x[:, :, :, :]": "return x[:, :, :, :]",
+    "i & 1": "i = ar.positions(tokens)\nreturn x * ar.expand_dims(i & 1, 2)",
+    "x & x": "return ar.where((x > 0) | x, x, -x)",
+    "~tokens": "return ar.embedding(~tokens, c.vocab, 8, name='again')",
     "np.split(x, 2)": "return np.split(x, 2)[0]",
     "x @ x": "return x @ x",
     "x @ array": "return x @ np.ones((8, 8))",
@@ -63,7 +70,45 @@ SHAPES = {
     "rotary": "q = ar.heads(x, 1, 8)\nreturn ar.rotary(q, ar.positions(tokens))",
     "where": "return ar.where(x, x, 0.0)",
     "arguments": "return ar.attention(x, x, x)",
+    "sum over an axis that is not there": "return x + x.sum(axis=5, keepdims=True)",
+    "mean over an axis before the first": "return x + np.mean(x, axis=-4, keepdims=True)",
+    "sum over one axis twice": "return x + np.sum(x, axis=(2, -1), keepdims=True)",
+    "stack": "return np.stack([x, x], axis=4)",
+    "new axis": "return ar.expand_dims(x, 5)",
+    "transpose": "return np.transpose(x, (0, 1, 3))",
+    "reshape to a tuple": "return x.reshape((3, 5))",
+    "cast to bfloat16": 'return ar.cast(x, "bfloat16")',
+    "cast to no dtype": 'return ar.cast(x, "int")',
 }
+
+QKV = 'q, k, v = ar.heads(ar.linear(x, 24, name="qkv"), 3, 2)\n'
+CAP = "@ar.pointwise\ndef cap(z, limit):\n    return limit * np.tanh(z / limit)\n\n\n"
+
+FUNCTIONS = {
+    "a mask that gives integers": spec_of(
+        f"{QKV}return ar.attention(q, k, v, mask=lambda i, j: i - j)"
+    ),
+    "a mask of bits": spec_of(f"{QKV}return ar.attention(q, k, v, mask=lambda i, j: i & 1 == j)"),
+    "a mask of three": spec_of(f"{QKV}return ar.attention(q, k, v, mask=lambda i, j, h: i > j)"),
+    "a score that gives bools": spec_of(
+        f"{QKV}return ar.attention(q, k, v, score=lambda s, i, j, h: s > 0)"
+    ),
+    "a score of two": CAP + spec_of(f"{QKV}return ar.attention(q, k, v, score=cap)"),
+    "pointwise of one": CAP + spec_of("return cap(x)"),
+    "a weight in a pointwise function": (
+        '@ar.pointwise\ndef scale(z):\n    return z * ar.weight("scale", [1])\n\n\n'
+        + spec_of("return scale(x)")
+    ),
+    "two attentions of one name": spec_of(
+        f'{QKV}q = ar.attention(q, k, v, name="attn")\nreturn ar.attention(q, k, v, name="attn")'
+    ),
+    "an attention and a rule of one name": (
+        '@ar.recurrence("q:K k:K v:V -> o:V")\ndef rule(S, q, k, v):\n'
+        "    S = S + np.outer(k, v)\n    return S, q @ S\n\n\n"
+        + spec_of(f'{QKV}q = rule(q, k, v, name="attn")\n'
+                  'return ar.attention(q, k, v, name="attn")')
+    ),
+}  # fmt: skip
 
 WEIGHTS = {
     "unnamed": "return ar.linear(x, 8)",
@@ -74,6 +119,22 @@ WEIGHTS = {
     "pinned to another dtype": 'return x * ar.weight("w", [8], dtype="bfloat16")',
     "init of another type": 'return x * ar.weight("w", [8], init=0.02)',
     "a size that is no number": 'return x * ar.weight("w", [x.shape[1]])',
+    "unused in one of two calls": (
+        "@ar.block\ndef two(x):\n"
+        '    return ar.linear(x, 8, name="a"), ar.linear(x, 8, name="b")\n\n'
+        'x, y = two(x, name="h.0")\nx, _ = two(x + y, name="h.1")\nreturn x'
+    ),
+    "given to a block that does not use it": (
+        "@ar.block\ndef first(x, w):\n    return x\n\n"
+        'return first(x, ar.weight("spare", [8]), name="h")'
+    ),
+    "a bias that is a number": 'return ar.linear(x, 8, name="up", bias=0.5)',
+    "a name with a dash": 'return ar.linear(x, 8, name="attn-proj")',
+    "a name that is a keyword": 'return ar.linear(x, 8, name="h.class")',
+    "a name with a space": 'return ar.weight("a b", [8]) * x',
+    "a name that is a number": 'return ar.weight("p.0", [8]) * x',
+    "a number with a zero first": 'return ar.linear(x, 8, name="h.01")',
+    "a name of other letters": 'return ar.weight("\u00b5", [8]) * x',
     "tap without a name": 'ar.tap("", x)\nreturn x',
 }
 
@@ -86,6 +147,8 @@ def layer(x: "f[B, T, width]", c):
 """
 
 STRUCTURE = {
+    "a scope with a dash": BLOCK + spec_of('return layer(x, c, name="h-0")'),
+    "a symbol that is taken": ('@ar.block\ndef broken(x: "f[B, T, J]"):\n    return ar.exp(x)\n'),
     "scope used twice": BLOCK
     + spec_of('x = layer(x, c, name="h.0")\nreturn layer(x, c, name="h.0")'),
     "input that its annotation refuses": BLOCK
@@ -146,6 +209,8 @@ RULES = {
     "an output of another shape": rule_of(BODY, "q:K k:K v:V -> o:K"),
     "a body whose sizes disagree": rule_of(f"{UPDATE}S = S + k\nreturn S, q @ S"),
     "a state that is forgotten": rule_of("return 0.0, q @ S"),
+    "a dim that is taken": rule_of(BODY, "q:H k:H v:V -> o:V"),
+    "a weight in a rule": rule_of(f'k = k * ar.weight("w", [8])\n{BODY}'),
     "if in a rule": rule_of(f"if np.sum(k) > 0:\n    S = -S\n{BODY}"),
     "in place in a rule": rule_of("S += np.outer(k, v)\nreturn S, q @ S"),
     "a length in a rule": rule_of(f"q = q / len(k)\n{BODY}"),
@@ -168,6 +233,10 @@ def test_weights(tmp_path: Path) -> None:
 
 def test_structure(tmp_path: Path) -> None:
     check_messages("dsl/structure", tmp_path, STRUCTURE)
+
+
+def test_functions(tmp_path: Path) -> None:
+    check_messages("dsl/functions", tmp_path, FUNCTIONS)
 
 
 def test_rules(tmp_path: Path) -> None:

@@ -161,6 +161,17 @@ NUMPY: dict[str, Callable[..., Any]] = {
     "joined": lambda x, y: np.concatenate([x, y[None]], axis=0),
     "stacked": lambda x, y: np.stack([y, 2 * y]) + np.stack([y, y], axis=-1).T,
     "functions of archir": lambda x, y: np.maximum(x, 0),
+    "remainders": lambda x, y: (x % 0.3 - 0.7 % y + np.mod(x, y)) * (7 // y + x // 0.5),
+    "integers": lambda x, y: np.sum(np.floor(5 * x) // 2 % 3 == 1, axis=0) * y,
+    "counted": lambda x, y: (x > 0).sum(axis=1) + np.sum(x > y) % 2,
+    "mean of truths": lambda x, y: np.mean(x > 0, axis=0) + (y > 0).mean(),
+    "two numbers": lambda x, y: np.where(x > 0, 1.0, 0.5) * y + np.where(y > 0, 1, 2) % 2,
+    "softplus from a float": lambda x, y: np.logaddexp(0.0, x),
+    "reshape to a tuple": lambda x, y: x.reshape((2, 6)) + np.reshape(x, [2, 6]),
+    "axes from the end": lambda x, y: (
+        np.expand_dims(x, -1) * np.expand_dims(y, (0, -1)) + np.transpose(x, (-1, 0)).T[..., None]
+    ),
+    "stacked at the end": lambda x, y: np.stack([x, -x], axis=-2),
 }
 
 
@@ -215,6 +226,38 @@ def test_text_does_not_depend_on_the_process() -> None:
     assert len(texts) == 1
 
 
+def test_pointwise_functions_take_numbers_and_stand_in_one_another() -> None:
+    @ar.pointwise
+    def capped(z: Any, a: Any) -> Any:
+        return soft_cap(z * a, 3.0) + soft_cap(a, 2.0)
+
+    def run(x: Any, y: Any) -> Any:
+        return capped(x, y) + capped(x, 0.5) + soft_cap(np.floor(y) > 0, 2)
+
+    x, y = np.random.default_rng(0).standard_normal((2, 3, 4))
+    module = trace_entry(run, "run", {"x": type_of("f[3, 4]"), "y": type_of("f[3, 4]")}, {})
+    assert [f.name for f in module.functions] == ["capped", "capped_1", "soft_cap", "run"]
+    assert {op.kind for op in module["capped"].ops} <= {"mul", "div", "tanh", "add"}
+    (got,) = ar.interpret(module, [x, y])[0].values()
+    np.testing.assert_allclose(got, run(x, y), rtol=1e-13)
+    for dtype in ("float32", "bfloat16"):
+        ar.lower(module, dtype=dtype, check=2)
+
+
+def test_a_weight_that_only_a_tap_reads_is_used() -> None:
+    @ar.block
+    def inner(x: Any) -> Any:
+        ar.tap("seen", ar.linear(x, 3, name="probe"))
+        return x
+
+    @ar.spec(Small)
+    def model(tokens: Any, c: Any) -> Any:
+        x = ar.embedding(tokens, c.vocab, c.width, name="embed")
+        return inner(inner(x, name="a"), name="b")
+
+    assert "b.probe.weight" in fields(ar.trace(model), "weight")
+
+
 def test_annotations_mean_the_same_when_python_keeps_them_as_text(tmp_path: Path) -> None:
     source = (
         '@ar.block\ndef layer(x: "f[B, T, width]", c: Config):\n'
@@ -235,8 +278,8 @@ def test_names_a_user_may_choose() -> None:
 
     @ar.spec(Small)
     def model(tokens: Any, c: Any) -> Any:
-        x = ar.embedding(tokens, c.vocab, c.width, name="emb-1")
-        lambda_ = ar.heads(ar.linear(x, 24, name='7/é"\n'), 3, 2)
+        x = ar.embedding(tokens, c.vocab, c.width, name="emb_é.7")
+        lambda_ = ar.heads(ar.linear(x, 24, name="f32.inf"), 3, 2)
         y = ar.attention(*lambda_, score=lambda s, i, j, h: s - (i - j), name="µ.attn 1")
         ar.tap('after, "attention"  # x.py:1', y)
         f = inf = ar.merge(y)

@@ -80,7 +80,7 @@ def phases(model: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
 def test_loss_and_every_gradient(family: str, name: str) -> None:
     config = oracle.NAMED[family][name]
     twin, weights = oracle.twin(family, config)
-    for length in oracle.LENGTHS[1:]:
+    for length in oracle.LENGTHS:
         tokens, targets = oracle.tokens_and_targets(config, length)
         want = oracle.gradients(family, config, twin, tokens, targets)
         model = compiled(family, config, weights, "float32")
@@ -88,10 +88,14 @@ def test_loss_and_every_gradient(family: str, name: str) -> None:
         loss.backward()
         reference = oracle.loss(twin, torch.from_numpy(tokens), torch.from_numpy(targets))
         assert loss.item() == pytest.approx(reference.item(), rel=1e-5)
+        largest = max(np.linalg.norm(g) for g in want.values())
         for path, tensor in model.tensors().items():
             assert tensor.grad is not None, path
             difference = np.linalg.norm(tensor.grad.double().numpy() - want[path])
-            assert difference <= 1e-4 * np.linalg.norm(want[path]), path
+            size = np.linalg.norm(want[path])
+            # with one token, softmax has one key: queries and keys have gradient zero
+            bound = 1e-4 * size if size > 1e-12 * largest else 1e-6 * largest
+            assert difference <= bound, path
 
 
 def test_loss_ignores_and_chunks() -> None:

@@ -122,6 +122,12 @@ def model(tokens: i64[B, T]) -> i64[B, T]:
     p: i64[B, T] = positions(tokens, seq, limit=4)
     return p
 """
+LOOKUP = """\
+@entry
+def model(x: i64[B, T], *, w: f[4, 4] = weight("w", init=zeros(), decay=True)) -> f[B, T, 4]:
+    y: f[B, T, 4] = embedding(x, w)
+    return y
+"""
 TABLE = """\
 @entry
 def model(x: f[B, 4], *, w: f[4, 4] = weight("w", init=zeros(), decay=True)) -> f[B, 4]:
@@ -147,6 +153,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),
     "an input of another rank": lambda: interpret(parse(TABLE), [np.ones(4)], {"w": np.eye(4)}),
     "more tokens than the context": lambda: interpret(parse(LIMITED), [np.zeros((1, 5), int)]),
+    "a token past the table": lambda: interpret(parse(LOOKUP), [[[1, 4]]], {"w": np.eye(4)}),
+    "a token below zero": lambda: interpret(parse(LOOKUP), [[[-1, 0]]], {"w": np.eye(4)}),
     "fewer rows than the state": lambda: _decode_rows(1),
 }
 

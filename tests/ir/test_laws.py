@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from archir import pipeline
-from archir.diagnostics import PassError
+from archir.diagnostics import PassError, UnsupportedError
 from archir.fuzz import laws
 from archir.fuzz.modules import mistyped, modules
 from archir.ir import Module
@@ -108,6 +108,11 @@ def test_a_wrong_pass_is_caught(monkeypatch: pytest.MonkeyPatch, attrs: dict[str
 
 def test_a_model_that_looks_ahead_cannot_decode() -> None:
     module = parse(SMALL.replace("causal=True", "causal=False"))
+    pipeline.lower(module, phase="full", check=2)
+    with pytest.raises(UnsupportedError, match="causal=False sees later tokens"):
+        pipeline.lower(module, phase="decode")
+    mean = "m: f[B, 1, 4] = reduce_mean(y, axes=(1,), keepdims=True)\n    "
+    module = parse(SMALL.replace("z: f", f"{mean}z: f").replace("(x, y)", "(x, m)"))
     pipeline.lower(module, phase="full", check=2)
     with pytest.raises(PassError, match="z read in pieces"):
         pipeline.lower(module, phase="decode", check=2)

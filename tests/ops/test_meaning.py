@@ -31,6 +31,7 @@ def same(ours: Any, theirs: torch.Tensor, relative: float = 1e-13) -> None:
 
 TORCH = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
+    "floor_divide": torch.floor_divide, "mod": torch.remainder, "floor": torch.floor,
     "pow": lambda a, b: a.abs() ** b, "maximum": torch.maximum, "minimum": torch.minimum,
     "neg": torch.neg, "abs": torch.abs, "exp": torch.exp, "exp2": torch.exp2,
     "expm1": torch.expm1, "log": torch.log, "log1p": torch.log1p, "sqrt": torch.sqrt,
@@ -42,7 +43,7 @@ TORCH = {
     "not_equal": torch.ne, "logical_and": torch.logical_and, "logical_or": torch.logical_or,
     "logical_not": torch.logical_not, "where": torch.where,
 }  # fmt: skip
-COUNTS = {kind: count for kind, count, _, _ in TABLE}
+COUNTS = {row.kind: row.operands for row in TABLE}
 POSITIVE = {"log", "log1p", "sqrt", "rsqrt"}
 
 

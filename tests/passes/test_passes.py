@@ -173,6 +173,47 @@ def model(tokens: i64[B, T], *,
 """
 
 
+SOFT_CAP = """\
+@pointwise
+def cap(z: F) -> (F, bool):
+    a: F = div(z, 30.0)
+    b: F = tanh(a)
+    c: F = mul(b, 30.0)
+    high: bool = greater(c, 20.0)
+    return c, high
+
+@entry
+def model(tokens: i64[B, T], *,
+    table: f[16, 8] = weight("table", init=normal(0.02), decay=True),
+) -> f[B, T, 16]:
+    x: f[B, T, 8] = embedding(tokens, table)
+    scores: f[B, T, 16] = logits(x, table)
+    wide: F[B, T, 16] = cast(scores, dtype="F")
+    a, high = pointwise(wide, fn=cap) @ (F[B, T, 16], bool[B, T, 16])
+    b: f[B, T, 16] = cast(a, dtype="f")
+    one: i64[B, T, 16] = cast(high, dtype="i64")
+    c: f[B, T, 16] = mul(b, one)
+    y: f[B, T, 16] = add(b, c)
+    return y
+"""
+
+THRICE = (
+    MIXER.replace("(k_1, v_1, g_1, beta, rule", "(k_1, k_1, g_1, beta, rule")
+    .replace(
+        """    v: f[B, T, 24] = linear(x, w_v)
+    v_1: f[B, T, 4, 6] = heads(v, parts=1, heads=4)
+    b: f[B, T, 4]""",
+        "    b: f[B, T, 2]",
+    )
+    .replace("f[4, 8] = weight", "f[2, 8] = weight")
+    .replace('    w_v: f[24, 8] = weight("v.weight", init=normal(0.02), decay=True),\n', "")
+    .replace("beta: f[B, T, 4]", "beta: f[B, T, 2]")
+    .replace("B, T, 4, 6]", "B, T, 2, 8]")
+    .replace("f[8, 24]", "f[8, 16]")
+    .replace("y: f[B, T, 24]", "y: f[B, T, 16]")
+)
+
+
 def narrow(module: Module) -> Module:
     return precision(module, "bfloat16")
 
@@ -208,6 +249,9 @@ CASES: dict[str, tuple[str, tuple[Callable[[Module], Module], ...], Callable[[Mo
     "precision_float64": (MIXER, (full,), lambda m: precision(m, "float64")),
     "expand_pointwise": (POINTWISE, (narrow,), expand),
     "expand_recurrent": (MIXER, (decode, narrow), expand),
+    "expand_equal_operands": (THRICE, (full, narrow), expand),
+    "head_last_pointwise": (SOFT_CAP, (), lambda m: head(m, "last")),
+    "head_loss_pointwise": (SOFT_CAP, (), lambda m: head(m, "loss")),
     "head_last": (TAIL, (), lambda m: head(m, "last")),
     "head_last_attention": (ATTENTION, (drop_taps, full), lambda m: head(m, "last")),
     "head_loss": (ATTENTION, (drop_taps, full), lambda m: head(m, "loss")),
@@ -297,7 +341,9 @@ def test_choices_are_a_record() -> None:
     assert [c.form for c in rule.candidates if c.reason] == ["chunk", "parallel"]
 
 
-@pytest.mark.parametrize("text", [TAIL, ATTENTION], ids=["tail", "attention"])
+@pytest.mark.parametrize(
+    "text", [TAIL, ATTENTION, SOFT_CAP], ids=["tail", "attention", "pointwise"]
+)
 def test_heads_agree(text: str) -> None:
     """last = the last of all; loss = the mean over targets of their negative log probability."""
     module = drop_taps(parse(text))
@@ -316,12 +362,31 @@ def test_heads_agree(text: str) -> None:
         verify(expand(precision(loss, form)), "expand")
 
 
+def _with_scale(text: str) -> str:
+    text = text.replace("cap(z: F)", "cap(z: F, w: F)").replace("(wide, fn", "(wide, scale, fn")
+    end = ") -> f[B, T, 16]:"
+    return text.replace(end, f'    scale: f[16] = weight("scale", init=ones()),\n{end}')
+
+
 REFUSED: dict[str, Callable[[], Any]] = {
     "a phase that is none": lambda: specialize(parse(MIXER), "training"),
     "a layout that is not built": lambda: specialize(parse(MIXER), "full", "packed"),
     "a form that is none": lambda: choose_form(full(parse(MIXER)), "fast"),
     "a form that is not legal": lambda: choose_form(full(parse(MIXER)), "chunk"),
     "a stage that is none": lambda: lower(parse(MIXER), stage="expnd"),
+    "a backend that is none": lambda: lower(parse(MIXER), backend="eagr"),
+    "training": lambda: lower(parse(MIXER), training=True),
+    "a pointwise tail of a weight too": lambda: head(parse(_with_scale(SOFT_CAP)), "loss"),
+    "decoding that looks ahead": lambda: decode(
+        parse(ATTENTION.replace("causal=True, window=3", "causal=False, window=3"))
+    ),
+    "decoding with a mask alone": lambda: decode(
+        parse(
+            "@pointwise\ndef earlier(i: i64, j: i64) -> bool:\n"
+            "    y: bool = less_equal(j, i)\n    return y\n\n"
+            + ATTENTION.replace("causal=True, window=3", "causal=False, mask=earlier")
+        )
+    ),
     "a head that is none": lambda: head(parse(TAIL), "first"),
     "a head without logits": lambda: head(parse(POINTWISE), "last"),
     "a reduction after the logits": lambda: head(

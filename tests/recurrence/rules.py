@@ -55,4 +55,18 @@ def everything(S, q, k, v):
     return S, np.transpose(centred) @ q, np.sum(S * S), top
 
 
-RULES = {rule.name: rule for rule in (kda, ratio, transposed, vector, square, matrices, everything)}
+@ar.pointwise
+def squash(z, limit):
+    """A function of scalars; in a rule it is part of the rule."""
+    return limit * np.tanh(z / limit) + (z % 1.5)
+
+
+@ar.recurrence("q:K k:K v:V -> o:V")
+def capped(S, q, k, v):
+    """Functions of scalars on a vector, a matrix and a number."""
+    S = squash(S, 2.0) + np.outer(k, squash(v, np.sum(k) ** 2 + 1))
+    return S, q @ S
+
+
+_ALL = (kda, ratio, transposed, vector, square, matrices, everything, capped)
+RULES = {rule.name: rule for rule in _ALL}

@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+import archir as ar
 from archir import dims, types
-from archir.diagnostics import ShapeError
+from archir.diagnostics import PassError, ShapeError
 from archir.interp import interpret
 from archir.ir import Module, fields
 from archir.pipeline import compare_phases, lower
-from archir.recurrence import Rule
+from archir.recurrence import Rule, recurrence
 from archir.trace import trace_entry
 from archir.types import Tensor
+from tests.goldens import check_golden
 from tests.recurrence.rules import RULES
 
 B, T = 2, 5
@@ -47,6 +49,7 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     "a vector state": ("vector", {"x": "B, T, 3, 8", "a": "B, T, 3, 8"}, {}),
     "a square state": ("square", QKV, {"v": "B, T, 2, 8"}),
     "matrices and dims": ("matrices", QKV, {"a": "B, T, 2, 8", "beta": "B, T, 2"}),
+    "pointwise functions": ("capped", QKV, {}),
     "everything": ("everything", QKV, {"v": "B, T, 4, 6"}),
 }  # fmt: skip
 
@@ -148,6 +151,19 @@ def test_expanded_and_in_pieces(name: str) -> None:
     lower(module, "full", dtype="bfloat16", check=2)
     lower(module, "decode", dtype="bfloat16", check=2)
     compare_phases(module)
+
+
+@recurrence("q:K k:K v:K -> o:K")
+def linear_read(S: Any, q: Any, k: Any, v: Any) -> Any:
+    S = S + np.outer(k, v)
+    return S, ar.linear(q, S)
+
+
+def test_an_op_that_cannot_be_lifted_is_refused() -> None:
+    module = module_of(linear_read, {**QKV, "v": "B, T, 2, 8"})
+    with pytest.raises(PassError) as caught:
+        lower(module)
+    check_golden("recurrence/lift_refused", str(caught.value))
 
 
 REFUSED = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from archir.ir import Op, Ref
-from backends.eager.ops.base import emits
+from backends.eager.names import quoted
+from backends.eager.ops.base import emits, number
 
 if TYPE_CHECKING:
     from backends.eager.emit import Printer
@@ -28,23 +29,24 @@ def advance(p: Printer, op: Op) -> str:
 
 @emits("positions")
 def positions(p: Printer, op: Op) -> str:
-    limit = f", limit={op.attrs['limit']}" if "limit" in op.attrs else ""
+    limit = f", limit={number(op.attrs['limit'])}" if "limit" in op.attrs else ""
     return f"ar.positions({', '.join(p(x) for x in op.operands)}{limit})"
 
 
 @emits("rotary")
 def rotary(p: Printer, op: Op) -> str:
-    return f"ar.rotary({', '.join(p(x) for x in op.operands)}, theta={op.attrs['theta']})"
+    theta = number(op.attrs["theta"])
+    return f"ar.rotary({', '.join(p(x) for x in op.operands)}, theta={theta})"
 
 
 @emits("attention")
 def attention(p: Printer, op: Op) -> str:
     named = {k: v for k, v in op.attrs.items() if k != "form"}
-    said = ", ".join(f"{k}={_said(v)}" for k, v in named.items())
+    said = ", ".join(f"{k}={_said(p, v)}" for k, v in named.items())
     return f"ar.attention({', '.join(p(x) for x in op.operands)}, {said})"
 
 
-def _said(value: object) -> str:
+def _said(p: Printer, value: object) -> str:
     if isinstance(value, Ref):
-        return value.name
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+        return p.function_name(value)
+    return quoted(value) if isinstance(value, str) else number(value)

@@ -6,6 +6,7 @@ result (an assignment to the results is put around it), or a list of whole lines
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,13 @@ UNSUPPORTED: dict[str, str] = {
     "state_update": "the pass `expand` writes it as a scan",
     "pointwise": "the pass `expand` writes it as tensor ops",
 }
+
+
+def number(value: object) -> str:
+    """A number (or None, or a bool) as Python reads it: infinities and NaN have no literal."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "-torch.inf" if value < 0 else f"torch.{value}"
+    return repr(value)
 
 
 def emits(*kinds: str) -> Callable[[Emitter], Emitter]:

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 @emits("call")
 def call(p: Printer, op: Op) -> str:
-    name, scope = op.attrs["callee"].name, op.attrs["scope"]
-    given = [name, *(p(x) for x in op.operands)]
-    if p.has_state(name):
-        given.append(f'state["{scope}"]')
+    callee, scope = op.attrs["callee"], op.attrs["scope"]
+    given = [p.function_name(callee), *(p(x) for x in op.operands)]
+    if p.has_state(callee):
+        given.append(p.state(scope))
     return f"{p.member(scope)}({', '.join(given)})"
 
 
@@ -35,11 +35,11 @@ def scan(p: Printer, op: Op) -> list[str]:
     lines = [f"{c} = {s}" for c, s in zip(carried, starts, strict=True) if c != s]
     lines += [f"{s} = []" for s in stacked]
     lines.append(f"for {step} in range({scanned[0]}.shape[0]):")
-    body = op.attrs["body"].name
+    body = p.function_name(op.attrs["body"])
     lines.append(f"    {', '.join([*carried, *each])} = {body}({', '.join(inner)})")
     lines += [f"    {s}.append({e})" for s, e in zip(stacked, each, strict=True)]
     lines += [
-        f"{s} = ar.stack({s}, ({p.shape(p.type(v).shape[1:])},), {p.factory_of(v)})"
+        f"{s} = ar.stack({s}, {p.shape(p.type(v).shape[1:])}, {p.factory(v)})"
         for s, v in zip(stacked, op.results[carry:], strict=True)
     ]
     return lines
@@ -48,6 +48,6 @@ def scan(p: Printer, op: Op) -> list[str]:
 @emits("by_length")
 def by_length(p: Printer, op: Op) -> str:
     given = ", ".join(p(x) for x in op.operands)
-    short, long = op.attrs["short"].name, op.attrs["long"].name
+    short, long = (p.function_name(op.attrs[k]) for k in ("short", "long"))
     size = p.dim(op.attrs["size"])
     return f"({short} if {size} < {op.attrs['below']} else {long})({given})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from archir.ir import Op, Value
-from backends.eager.ops.base import EMIT
+from backends.eager.ops.base import EMIT, number
 
 if TYPE_CHECKING:
     from backends.eager.emit import Printer
@@ -15,11 +15,14 @@ TABLE = {
     "sub": "{0} - {1}",
     "mul": "{0} * {1}",
     "div": "{0} / {1}",
+    "floor_divide": "{0} // {1}",
+    "mod": "{0} % {1}",
     "pow": "{0} ** {1}",
     "maximum": "torch.maximum({0}, {1})",
     "minimum": "torch.minimum({0}, {1})",
     "neg": "-{0}",
     "abs": "torch.abs({0})",
+    "floor": "torch.floor({0})",
     "exp": "torch.exp({0})",
     "exp2": "torch.exp2({0})",
     "expm1": "torch.expm1({0})",
@@ -54,8 +57,12 @@ def _emit(p: Printer, op: Op) -> str:
     numbers = [x for x in op.operands if not isinstance(x, Value)]
     if op.kind in _CLAMP and numbers:
         (value,) = op.values
-        return _CLAMP[op.kind].format(p(value), numbers[0])
-    return TABLE[op.kind].format(*(p(x) for x in op.operands))
+        return _CLAMP[op.kind].format(p(value), number(numbers[0]))
+    template = TABLE[op.kind]
+    operands = [p(x) for x in op.operands]
+    if "(" not in template:  # beside an operator a sign would bind wrongly
+        operands = [f"({text})" if text.startswith("-") else text for text in operands]
+    return template.format(*operands)
 
 
 EMIT.update(dict.fromkeys(TABLE, _emit))

@@ -21,5 +21,5 @@ def logits(p: Printer, op: Op) -> str:
 
 @emits("cross_entropy")
 def cross_entropy(p: Printer, op: Op) -> str:
-    tail = f", tail={op.attrs['tail'].name}" if "tail" in op.attrs else ""
+    tail = f", tail={p.function_name(op.attrs['tail'])}" if "tail" in op.attrs else ""
     return f"ar.cross_entropy({', '.join(p(x) for x in op.operands)}{tail})"

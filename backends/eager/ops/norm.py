@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from archir import types
 from archir.ir import Op
-from backends.eager.ops.base import emits
+from backends.eager.ops.base import emits, number
 
 if TYPE_CHECKING:
     from backends.eager.emit import Printer
@@ -22,17 +23,18 @@ def rms_norm(p: Printer, op: Op) -> str:
 
 
 def _norm(p: Printer, op: Op, name: str) -> str:
-    x, *rest = op.operands
-    width = p.dim(p.type(x).shape[-1])
-    given = [p(r) for r in rest]
-    mixed = any(p.type(r).dtype != p.type(x).dtype for r in rest)
-    if mixed:
-        wide = p.dtype(p.type(rest[0]).dtype)
-        made = f"F.{name}({p(x)}.to({wide}), ({width},), {', '.join(given)}, eps={op.attrs['eps']})"
-        return f"{made}.to({p.dtype(p.type(x).dtype)})"
-    return f"F.{name}({', '.join([p(x), f'({width},)', *given])}, eps={op.attrs['eps']})"
+    own = p.type(op.operands[0]).dtype
+    wide = types.promote(*(p.type(x).dtype for x in op.operands))
+    x, *rest = (p(x) + _cast(p, p.type(x).dtype, wide) for x in op.operands)
+    size = p.shape(p.type(op.operands[0]).shape[-1:])
+    made = f"F.{name}({', '.join([x, size, *rest])}, eps={number(op.attrs['eps'])})"
+    return made + _cast(p, wide, own)
+
+
+def _cast(p: Printer, have: str, want: str) -> str:
+    return "" if have == want else f".to({p.dtype(want)})"
 
 
 @emits("l2_norm")
 def l2_norm(p: Printer, op: Op) -> str:
-    return f"ar.l2_norm({p(op.operands[0])}, eps={op.attrs['eps']})"
+    return f"ar.l2_norm({p(op.operands[0])}, eps={number(op.attrs['eps'])})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from archir.ir import Op
+from backends.eager.names import quoted
 from backends.eager.ops.base import emits
 
 if TYPE_CHECKING:
@@ -21,5 +22,5 @@ def append(p: Printer, op: Op) -> str:
 def store(p: Printer, op: Op) -> list[str]:
     path, value = op.attrs["path"], p(op.operands[0])
     if p.field_kind(path) == "tap":
-        return [f'ar.tap(self, "{path}", {value})']
-    return [f'state["{path}"] = {value}']
+        return [f"ar.tap(self, {quoted(path)}, {value})"]
+    return [f"{p.state(path)} = {value}"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from archir.ir import Op
-from backends.eager.ops.base import emits
+from backends.eager.ops.base import emits, number
 
 if TYPE_CHECKING:
     from backends.eager.emit import Printer
@@ -67,7 +67,7 @@ def repeat(p: Printer, op: Op) -> str:
 
 @emits("transpose")
 def transpose(p: Printer, op: Op) -> str:
-    return f"{p(op.operands[0])}.permute({', '.join(map(str, op.attrs['axes']))})"
+    return f"{p(op.operands[0])}.permute({p.shape(op.attrs['axes'])})"
 
 
 @emits("expand_dims")
@@ -78,9 +78,10 @@ def expand_dims(p: Printer, op: Op) -> str:
 @emits("reduce_sum", "reduce_mean", "reduce_max")
 def reduce(p: Printer, op: Op) -> str:
     name = {"reduce_sum": "sum", "reduce_mean": "mean", "reduce_max": "amax"}[op.kind]
-    axes = ", ".join(map(str, op.attrs["axes"]))
     keep = ", keepdim=True" if op.attrs.get("keepdims") else ""
-    return f"{p(op.operands[0])}.{name}(({axes},){keep})"
+    if not op.attrs["axes"]:  # torch would reduce all
+        return p(op.operands[0])
+    return f"{p(op.operands[0])}.{name}({p.shape(op.attrs['axes'])}{keep})"
 
 
 @emits("einsum")
@@ -95,14 +96,15 @@ def cast(p: Printer, op: Op) -> str:
 
 @emits("size")
 def size(p: Printer, op: Op) -> str:
-    return f"torch.tensor({p.dim(op.attrs['dim'])}, {p.factory(op)})"
+    return f"torch.tensor({p.dim(op.attrs['dim'])}, {p.factory(op.result)})"
 
 
 @emits("eye")
 def eye(p: Printer, op: Op) -> str:
-    return f"torch.eye({p.dim(op.attrs['dim'])}, {p.factory(op)})"
+    return f"torch.eye({p.dim(op.attrs['dim'])}, {p.factory(op.result)})"
 
 
 @emits("fill")
 def fill(p: Printer, op: Op) -> str:
-    return f"torch.full(({p.shape(op.attrs['shape'])},), {op.attrs['value']}, {p.factory(op)})"
+    shape, value = p.shape(op.attrs["shape"]), number(op.attrs["value"])
+    return f"torch.full({shape}, {value}, {p.factory(op.result)})"

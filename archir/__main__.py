@@ -1,0 +1,5 @@
+"""`python -m archir`"""
+
+from archir.cli import main
+
+main()
