@@ -374,10 +374,13 @@ class Model(nn.Module):
         """Refuses parameters whose dtype was changed behind the emitted code's back."""
         declared = ir.fields(self.lowered(), "weight")
         for name, x in self.tensors().items():
-            if name in declared and x.dtype != DTYPES[declared[name].value.type.dtype]:
+            field = declared.get(name)
+            if field is None or not isinstance(field.value.type, Tensor):
+                continue
+            want = DTYPES[field.value.type.dtype]
+            if x.dtype != want:
                 raise MismatchError(
-                    f"{name} is {x.dtype}, the model was compiled for "
-                    f"{DTYPES[declared[name].value.type.dtype]}",
+                    f"{name} is {x.dtype}, the model was compiled for {want}",
                     code="weights-dtype",
                     next="compile(…, dtype=…) chooses the dtype; model.to() moves devices only",
                 )

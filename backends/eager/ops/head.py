@@ -1,4 +1,4 @@
-"""Logits and the chunked loss."""
+"""The chunked loss; logits print as any linear op (`tensor.py`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,6 @@ from backends.eager.ops.base import emits
 
 if TYPE_CHECKING:
     from backends.eager.emit import Printer
-
-
-@emits("logits")
-def logits(p: Printer, op: Op) -> str:
-    owner = p.linear_owner(op)
-    if owner:
-        return f"{owner}({p(op.operands[0])})"
-    return f"ar.linear({', '.join(p(x) for x in op.operands)})"
 
 
 @emits("cross_entropy")

@@ -16,7 +16,7 @@ def embedding(p: Printer, op: Op) -> str:
     return f"F.embedding({p(op.operands[0])}, {p(op.operands[1])})"
 
 
-@emits("linear")
+@emits("linear", "logits")
 def linear(p: Printer, op: Op) -> str:
     owner = p.linear_owner(op)
     if owner:
