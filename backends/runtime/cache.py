@@ -70,5 +70,8 @@ def load(place: Path, name: str) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         sys.modules[package] = module
         spec.loader.exec_module(module)
-    importlib.invalidate_caches()
-    return importlib.import_module(f"{package}.{name}")
+    full = f"{package}.{name}"
+    if full not in sys.modules:
+        importlib.invalidate_caches()
+        importlib.import_module(full)
+    return sys.modules[full]

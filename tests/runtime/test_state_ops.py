@@ -80,7 +80,8 @@ def places(state: State) -> dict[str, int]:
 
 def caches(model: Any) -> list[Any]:
     """Every living cache of a model."""
-    return [x for x in gc.get_objects() if type(x) is model._support.Cache]
+    kind = model._support.Cache
+    return [x for x in gc.get_objects() if type(x) is kind]
 
 
 # ------------------------------------------------------------------------------------------- rows
