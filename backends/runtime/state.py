@@ -166,6 +166,18 @@ class State:
         self._schema: Schema = model.state_schema
         self._lengths = tuple(entries["length"])
 
+    def __copy__(self) -> State:
+        """A copy is a clone: two handles on one storage would each change the other's past."""
+        return self.clone()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        return self.clone()
+
+    def __repr__(self) -> str:
+        if self._entries is None:
+            return f"State(consumed, lengths={list(self._lengths)})"
+        return f"State(lengths={list(self._lengths)}, bytes={self.total_nbytes})"
+
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens seen, per row."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -37,6 +38,30 @@ def test_a_consumed_state_raises_and_a_clone_goes_on(name: str) -> None:
         second, _ = model.decode(tokens[:, 6:7], branch)
     assert torch.equal(first, second)
     assert state.consumed and after.consumed and state.lengths == (6, 6)
+
+
+def test_copies_of_a_state_are_clones() -> None:
+    model = made("kda", dtype="float64")
+    tokens = torch.randint(0, 90, (2, 6), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        _, state = model.prefill(tokens[:, :4])
+        others = [copy.copy(state), copy.deepcopy(state)]
+        assert "lengths=[4, 4]" in repr(state)
+        want, after = model.decode(tokens[:, 4:5], state)
+        model.decode(tokens[:, 5:], after)
+        for other in others:
+            assert torch.equal(model.decode(tokens[:, 4:5], other)[0], want)
+    assert "consumed" in repr(state)
+
+
+def test_copies_of_a_model_are_models() -> None:
+    model = made("llama")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        want = model([[1, 2, 3]])
+        model.embed_tokens.weight.zero_()
+        assert torch.equal(twin([[1, 2, 3]]), want)
+        assert twin.init_weights(1).generate([[1]], 3).shape == (1, 4)
 
 
 def test_an_error_before_the_run_leaves_the_state_alive() -> None:
