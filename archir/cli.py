@@ -81,9 +81,6 @@ def _unexpected(error: Exception) -> str:
     return ArchirError(what, code="internal", loc=loc, next=step).render()
 
 
-# ---------------------------------------------------------------------------------------- commands
-
-
 @app.command("list")
 def list_(as_json: Json = False) -> None:
     """List the built-in specs and their presets."""
@@ -248,9 +245,6 @@ def cost(
     """Count the parameters of a spec, by part."""
     rows = [asdict(row) for row in costs.rows(trace(spec, preset, config))]
     _print_rows(costs.SCHEMA, rows, as_json)
-
-
-# ----------------------------------------------------------------------------------------- helpers
 
 
 def _resolve_spec(given: str) -> Spec:

@@ -30,8 +30,6 @@ from archir.trace import expand_dims as _expand_dims
 from archir.trace import where as _where
 from archir.types import Tensor, is_float
 
-# --------------------------------------------------------------------------------- config and block
-
 
 def config(cls: type) -> type:
     """Declares a config: a frozen dataclass of sizes (int, float, bool, str and tuples of them)."""
@@ -86,9 +84,6 @@ def config_sizes(args: tuple[Any, ...]) -> dict[str, int | Poly]:
         if is_config(arg):
             found |= {k: v for k, v in vars(arg).items() if isinstance(v, int)}
     return found
-
-
-# ------------------------------------------------------------------------------------------ weights
 
 
 def normal(std: float = 0.02) -> Init:
@@ -194,9 +189,6 @@ def _named(name: Any, what: str) -> None:
         loc=source.caller()[0],
         next=f"write {usage}: a path below this scope, unique in it",
     )
-
-
-# ---------------------------------------------------------------------------------------- layers
 
 
 def linear(
@@ -343,9 +335,6 @@ def logits(
         _named(name, "logits")
         table = weight(f"{name}.weight", [table, x.shape[-1]], init=init)
     return emit("logits", x, table, hint="logits")
-
-
-# ------------------------------------------------------------------------------------ elementwise
 
 
 class Pointwise:

@@ -356,8 +356,6 @@ def spec_of_block(block: Block, config: Any) -> Spec:
     return Spec(fn, type(config))
 
 
-# ------------------------------------------------------------------------------------------ finding
-
 GROUP = "archir.specs"
 USER_MODULE = "archir_user_"  # names of modules made from users' files begin so
 

@@ -147,9 +147,6 @@ def _print_attr(value: Any) -> str:
     raise TypeError(f"{value!r} cannot be an attribute")
 
 
-# ---------------------------------------------------------------------------------------- parsing
-
-
 def parse(text: str, file: str = "<ir>") -> Module:
     """A verified module from its text. Raises ParseError, ShapeError or VerifyError."""
     from archir.verify import verify

@@ -279,8 +279,6 @@ def _operand(x: Any, builder: Builder, kind: str, loc: Loc | None) -> Operand:
     )
 
 
-# ------------------------------------------------------------------------------------------ values
-
 _UFUNCS: dict[str, str] = {
     "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "power": "pow",
     "maximum": "maximum", "minimum": "minimum", "negative": "neg", "absolute": "abs",
@@ -568,9 +566,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "concatenate": lambda xs, axis=0: emit("concat", *xs, axis=axis),
     "expand_dims": expand_dims,
 }
-
-
-# --------------------------------------------------------------------------------------- functions
 
 
 def trace_block(

@@ -133,8 +133,6 @@ def _by_token(rank: int) -> Callable[[Tensor], bool]:
     return lambda t: t.dtype == "f" and t.rank == rank and t.shape[:2] == (B, T)
 
 
-# -------------------------------------------------------------------------------------- the steps
-
 _COUNTS = {row.kind: row.operands for row in elementwise.TABLE}
 
 
@@ -313,9 +311,6 @@ STEPS = (
     _elementwise, _elementwise, _reduce, _move, _project, _attention, _recurrence, _pointwise,
     _loop, _call, _tap,
 )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------ the modules
 
 
 def _block(draw: Any, name: str, functions: dict[str, Function], kind: str) -> None:

@@ -153,9 +153,6 @@ def infer_op(op: Op, functions: Mapping[str, Function]) -> tuple[Type, ...]:
         raise error.at(op.loc) from None
 
 
-# ------------------------------------------------------------------------------------- signatures
-
-
 @dataclass(frozen=True)
 class Pattern:
     """One operand or result of a signature."""

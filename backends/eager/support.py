@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from archir.sequence import Rows
 from backends.eager.cache import Cache, places
 
-# ------------------------------------------------------------------------------------ module tree
-
 
 class Block(nn.Module):
     """One scope of the spec. Calling it runs a program on it, so hooks see every phase."""
@@ -92,9 +90,6 @@ def l2_norm(x: Tensor, eps: float) -> Tensor:
     """x / √(Σ x² + ε) over the last axis, in float32 at least."""
     y = x.to(wide(x.dtype))
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-# ----------------------------------------------------------------------------------- sequences
 
 
 def dense(x: Tensor, length: tuple[int, ...] | None = None) -> Rows:
@@ -177,9 +172,6 @@ def mask_targets(targets: Tensor, seq: Rows) -> Tensor:
 def stack(steps: list[Tensor], shape: tuple[int, ...], dtype: Any, device: Any) -> Tensor:
     """Steps stacked on a new first axis; also where there is none."""
     return torch.stack(steps) if steps else torch.zeros((0, *shape), dtype=dtype, device=device)
-
-
-# ------------------------------------------------------------------------------------ attention
 
 
 def rotary(x: Tensor, positions: Tensor, seq: Rows, theta: float) -> Tensor:
@@ -320,9 +312,6 @@ def _scored(
     return torch.einsum("bhij,bjhd->bihd", p, v.to(w)).to(q.dtype)
 
 
-# ------------------------------------------------------------------------------------------ loss
-
-
 class _ChunkedLoss(torch.autograd.Function):
     """Σ cross entropy over chunks of tokens. Gradients are made in the forward pass, chunk by
     chunk, so that no more than one chunk of scores is ever held."""
@@ -382,8 +371,6 @@ def cross_entropy(
     total = _ChunkedLoss.apply(x, w, targets.reshape(-1)[keep], tail, chunk)
     return total / max(1, x.shape[0])
 
-
-# -------------------------------------------------------------------------------------------- taps
 
 _taps: list[dict[str, Tensor]] = []
 

@@ -138,9 +138,6 @@ def _root(function: Function, names: dict[str, str], roots: dict[str, _Node]) ->
     return root
 
 
-# --------------------------------------------------------------------------------- what is refused
-
-
 def _check(node: _Node, function: Function, kind: type) -> None:
     """Raises where a name cannot be an attribute of its module, or two things claim one name."""
     if node.made and not node.callee:
@@ -201,9 +198,6 @@ def _title(kind: type) -> str:
 def _place(node: _Node) -> str:
     """Where a scope was first named."""
     return f"scope {node.path} is made at {node.loc.short}" if node.path and node.loc else ""
-
-
-# ---------------------------------------------------------------------------------- what is printed
 
 
 def _class(function: Function, name: str, root: _Node) -> str:

@@ -102,9 +102,6 @@ def test_compile_prints_where_the_files_are(archir, tmp_path):
     assert all(map(os.path.isfile, archir("compile", "gpt2", "--preset", "tiny").out.split()))
 
 
-# --------------------------------------------------------------------------------------------- run
-
-
 def test_run_writes_what_the_model_generates(archir, published):
     code, out, err = archir("run", "llama", "--weights", published, "--prompt", "abc", "-n", 6)
     assert code == 0
@@ -170,9 +167,6 @@ def test_ctrl_c_ends_cleanly(published, tmp_path):
     assert "tokens after 3: " in err
 
 
-# ------------------------------------------------------------------------------------------- check
-
-
 def test_check_compares_a_users_file(archir, spec_file):
     code, out, _ = archir("check", f"{spec_file}:mine", "--dtype", "float64,float32", "--json")
     assert code == 0
@@ -200,9 +194,6 @@ def test_check_exits_1_on_a_difference(archir, monkeypatch):
     code, out, err = archir("check", "gpt2")
     assert code == 1
     check_golden("cli/check", out + err)
-
-
-# ------------------------------------------------------------------------------------------ errors
 
 
 @dataclass(frozen=True)
@@ -291,9 +282,6 @@ def test_what_nobody_foresaw_is_still_a_message(archir, monkeypatch):
     assert code == 2
     assert "error [internal]: ZeroDivisionError: division by zero" in err
     assert "this is a bug of archir" in err
-
-
-# ------------------------------------------------------------------------------------------- speed
 
 
 @pytest.mark.parametrize("arguments", ["list", "show gpt2", "show llama"])

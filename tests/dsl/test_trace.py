@@ -131,8 +131,6 @@ def test_outputs_by_name() -> None:
     assert np.array_equal(stored["h.4.out"], out["hidden"])
 
 
-# ------------------------------------------------------------ NumPy on traced values is NumPy
-
 X, Y = "f[3, 4]", "f[4]"
 NUMPY: dict[str, Callable[..., Any]] = {
     "arithmetic": lambda x, y: (x + y * 2 - 1 / (x * x + 1)) ** 2 - -x,
@@ -184,9 +182,6 @@ def test_numpy_stays_numpy(name: str) -> None:
     want = NUMPY[name](x, y)
     assert got.shape == np.shape(want)
     np.testing.assert_allclose(got, want, rtol=1e-13, atol=1e-15)
-
-
-# ----------------------------------------------------------------------- alone, and from a file
 
 
 def test_a_block_alone() -> None:

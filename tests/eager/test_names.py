@@ -64,9 +64,6 @@ def heads(x: Any) -> Any:
     return q, k, v
 
 
-# --------------------------------------------------------------------------------------- names
-
-
 def values_named_like_symbols(x: Any, c: Tiny) -> Any:
     T = ar.linear(x, 8, name="l")
     B = T.reshape(*T.shape[:2], 2, 4)
@@ -147,9 +144,6 @@ def pinned_weights_inside_a_block_and_out(x: Any, c: Tiny) -> Any:
     return model_dtype(scaled(x, c, name="a") * pinned("a.more"))
 
 
-# ------------------------------------------------------------------------------------- numbers
-
-
 def powers_of_a_negative_number(x: Any, c: Tiny) -> Any:
     sign = (-1.0) ** ar.positions(x)
     return x * model_dtype(sign)[..., None]
@@ -164,9 +158,6 @@ def infinities(x: Any, c: Tiny) -> Any:
 def a_window_wider_than_the_tokens(x: Any, c: Tiny) -> Any:
     q, k, v = heads(x)
     return ar.merge(ar.attention(q, k, v, window=5) + ar.attention(q, k, v, window=100, name="b"))
-
-
-# ------------------------------------------------------------------------------ pinned weights
 
 
 def a_tap_of_a_pinned_weight(x: Any, c: Tiny) -> Any:
@@ -194,9 +185,6 @@ def a_pinned_weight_per_head(x: Any, c: Tiny) -> Any:
 
 def a_pinned_buffer(x: Any, c: Tiny) -> Any:
     return model_dtype(x + ar.buffer("r.bias", [8], dtype="float32", init=ar.ones()))
-
-
-# --------------------------------------------------------------------------------- recurrences
 
 
 def a_recurrence_in_the_entry(x: Any, c: Tiny) -> Any:
@@ -271,9 +259,6 @@ def test_python_names_are_one_to_one() -> None:
     ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------- refusals
-
-
 def linear_at(*names: str) -> Callable[[Any, Tiny], Any]:
     def body(x: Any, c: Tiny) -> Any:
         for name in names:
@@ -320,9 +305,6 @@ def test_names_are_refused(name: str) -> None:
         ar.compile(spec_of(REFUSED[name]), preset="tiny")
     message = re.sub(r"\.py:\d+", ".py:LINE", str(caught.value))
     check_golden(f"eager/messages/names_{name}", message)
-
-
-# ------------------------------------------------------------------------------- module behaviour
 
 
 def test_an_adapter_sees_every_product_whatever_the_parameters_dtype() -> None:

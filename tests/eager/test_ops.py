@@ -58,9 +58,6 @@ def test_an_op_without_emission_is_refused_by_name() -> None:
         check_golden(f"eager/messages/no_emission_{kind}", message)
 
 
-# --------------------------------------------------------------------------- one op at a time
-
-
 def _run(folder: Path, function: Function) -> Callable[..., Any]:
     """The emitted entry of a module of one function."""
     module = Module((function,))
@@ -169,8 +166,6 @@ def test_printed_op_is_its_meaning(kind: str, sample: Sample, tmp_path: Path) ->
         _same(have, expected, value)
 
 
-# ------------------------------------------------------------------------------------- numbers
-
 X = torch.tensor([-2.0, 0.0, 1.5, 3.0], dtype=torch.float64)
 NUMBERS = (-2.0, -1, 0.0, 2, 1e-300, float("inf"), float("-inf"))
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "less", "not_equal")
@@ -208,8 +203,6 @@ def test_fill(value: float, shape: tuple[int, ...], tmp_path: Path) -> None:
     np.testing.assert_array_equal(made.numpy(), np.full(shape, value))
 
 
-# --------------------------------------------------------------------------------------- sizes
-
 B, T = dims.symbol("B"), dims.symbol("T")
 RANKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "reshape_to_scalar": ("reshape", "f64[1]", {"shape": ()}),
@@ -244,9 +237,6 @@ def test_sizes_print_as_python() -> None:
     assert said == ["3", "T", "2 * B * T - T + 1", "-(-T // 64)", "B - T"]
     assert p.dim(3 * dims.ceildiv(T + 1, 64)) == "3 * -(-(T + 1) // 64)"
     assert [p.shape(s) for s in ((), (3,), (T, 4))] == ["()", "(3,)", "(T, 4)"]
-
-
-# ------------------------------------------------------------------------------- whole modules
 
 
 def _tame(module: Module) -> Module:

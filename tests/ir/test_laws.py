@@ -65,8 +65,6 @@ def test_decode_is_full(module: Module) -> None:
     laws.lowers(module, phase="decode")
 
 
-# ------------------------------------------------------------------------- the laws can fail
-
 SMALL = """
 @entry
 def model(tokens: i64[B, T], *,

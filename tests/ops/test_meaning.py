@@ -183,9 +183,6 @@ def test_tensor_ops() -> None:
     same(OPS["embedding"].meaning(tokens, w), F.embedding(torch.tensor(tokens), torch.tensor(w)))
 
 
-# ----------------------------------------------------------------------------- sequences and state
-
-
 def test_append_compacts_rows() -> None:
     """Row r: its own past first, then its new tokens; what was beyond the past is gone."""
     cache, x = np.arange(1, 9).reshape(2, 4, 1), np.arange(101, 105).reshape(2, 2, 1)
@@ -202,9 +199,6 @@ def test_positions_and_lengths_follow_the_past() -> None:
     steps = OPS["steps"].meaning(x, seq)
     assert np.array_equal(steps, x.transpose(1, 0, 2))
     assert np.array_equal(OPS["unsteps"].meaning(steps, x, seq), x)
-
-
-# -------------------------------------------------------------------------------------- rounding
 
 
 def test_bfloat16_rounding_is_torchs() -> None:

@@ -84,9 +84,6 @@ def caches(model: Any) -> list[Any]:
     return [x for x in gc.get_objects() if type(x) is kind]
 
 
-# ------------------------------------------------------------------------------------------- rows
-
-
 def test_clone_goes_on_by_itself(model: Any) -> None:
     state = after(model, tokens(2, 5))
     branch = state.clone()
@@ -163,9 +160,6 @@ def test_concat_of_unlike_lengths(model: Any) -> None:
         alone = torch.cat([x[row, :n], tokens(4, 1, seed=1)[row]])[None]
         torch.testing.assert_close(logits[row], model(alone)[0, -1:], rtol=0, atol=1e-12)
     assert not any(part.consumed for part in parts)
-
-
-# ------------------------------------------------------------------------------------- going back
 
 
 def test_a_snapshot_is_free_and_restores(model: Any) -> None:
@@ -246,9 +240,6 @@ def test_truncate_where_entries_are_fixed() -> None:
     same(state.truncate([6, 0]), after(model, x, lengths=[6, 0]))
 
 
-# ----------------------------------------------------------------------------------------- drafts
-
-
 @pytest.mark.parametrize("n", [0, 1, 2, 3, [0, 3], [1, 2], [2, 2]])
 def test_accept_equals_having_decoded_n(model: Any, n: Any) -> None:
     x, draft = tokens(2, 5), tokens(2, 3, seed=1)
@@ -317,9 +308,6 @@ def test_drafts_do_not_hold_the_past_of_the_past(model: Any) -> None:
     assert len(mine) <= 2 * entries, "the state's own, and those before the last call"
 
 
-# -------------------------------------------------------------------------------------- gradients
-
-
 def test_frozen_keys_and_trainable_queries(model: Any) -> None:
     """In place only when gradients are off: even where keys and values need none."""
     x = tokens(2, 6)
@@ -379,9 +367,6 @@ def test_a_state_made_in_inference_mode_goes_on_outside(model: Any) -> None:
         _, state = model.decode(x[:, 3:4], state)
     _, state = model.decode(x[:, 4:], state)
     same(state, after(model, x))
-
-
-# ------------------------------------------------------------------------------- bytes and layouts
 
 
 def test_bytes_per_entry() -> None:
@@ -453,9 +438,6 @@ def test_a_square_state_that_does_not_tell() -> None:
     check_golden("state/layout_square", str(caught.value))
 
 
-# ------------------------------------------------------------------------------------------ files
-
-
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_saved_state_goes_on_in_another_instance(name: str, dtype: str, tmp_path: Path) -> None:
@@ -524,9 +506,6 @@ def test_a_crash_while_saving_leaves_the_old_file(
     monkeypatch.undo()
     same(model.load_state(tmp_path / "a"), state, 0)
     assert [f.name for f in tmp_path.iterdir()] == ["a"]
-
-
-# --------------------------------------------------------------------------------------- messages
 
 
 def dead() -> Any:
@@ -613,8 +592,6 @@ def test_an_error_leaves_the_state_alive() -> None:
             wrong()
     state.accept(1)
 
-
-# ------------------------------------------------------------------------------- random operations
 
 LONGEST, MOST_ROWS, STATES, SNAPSHOTS = 20, 4, 3, 4
 

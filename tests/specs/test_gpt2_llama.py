@@ -60,8 +60,6 @@ def test_text_parses_to_the_same_program(family, preset):
     assert max(map(len, str(module).splitlines())) <= 100
 
 
-# ------------------------------------------------------------------------------------------- sizes
-
 COUNTS = {
     ("gpt2", "full"): 124_439_808,
     ("gpt2", "padded"): 124_475_904,
@@ -87,9 +85,6 @@ def test_buffers_are_no_parameters():
     text += '  b: f[4] = buffer("b", init=zeros()),\n) -> f[B, T, 4]:\n'
     text += "  y: f[B, T, 4] = mul(x, w)\n  z: f[B, T, 4] = add(y, b)\n  return z\n"
     assert cost.rows(ar.parse(text)) == [cost.Row("m", 1, 4, 4), cost.Row("total", 1, 4, 4)]
-
-
-# ------------------------------------------------------------------------------------------- names
 
 
 @pytest.mark.parametrize("family, name", CASES)
@@ -137,8 +132,6 @@ def test_smollm2_file_is_the_preset():
     expected = published_shapes(shapes_of("llama", preset), layouts)
     assert expected == {name: stored.shape for name, stored in checkpoint.tensors.items()}
 
-
-# ------------------------------------------------------------------------------------- config.json
 
 OLD_GPT2 = {  # as published in 2019
     "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
