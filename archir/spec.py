@@ -429,12 +429,7 @@ def trace(given: Any, preset: str | None = None, config: Any = None) -> Module:
     return found.trace(found.configure(preset, config))
 
 
-def fields_of(config: Any) -> dict[str, Any]:
-    """A config's fields by name."""
-    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-
-
 __all__ = [
-    "HuggingFace", "Spec", "builtin_names", "fields_of", "read_config", "resolve",
+    "HuggingFace", "Spec", "builtin_names", "read_config", "resolve",
     "spec", "spec_of_block", "trace",
 ]  # fmt: skip
