@@ -37,6 +37,7 @@ from archir.dsl import (
     rms_norm,
     rotary,
     rsqrt,
+    short_conv,
     sigmoid,
     silu,
     softplus,

@@ -327,6 +327,39 @@ def attention(
     return emit("attention", q, k, v, hint=name or "attention", **attrs)
 
 
+def short_conv(
+    x: Traced,
+    width: int | Traced,
+    *,
+    activation: Callable[..., Any] | None = None,
+    name: str | None = None,
+    init: Init | None = None,
+    dtype: str | None = None,
+) -> Traced:
+    """Causal convolution of each channel of x: [B, T, C] with its own `width` taps.
+
+    y_t = φ(Σ_j w[:, j] · x_{t−width+1+j}), the last tap on the current token; no bias. The weight
+    [C, width] is made at `name.weight` (drawn from ±width^−½, `dtype` as in `weight`), or `width`
+    is a weight value. activation: φ, a function of a scalar such as `ar.silu`.  name: also of the
+    window in the state, the last width − 1 inputs.
+    """
+    program = current().program
+    if isinstance(width, Traced):
+        w = width
+    else:
+        _named(name, "short_conv")
+        size = _size(width, "short_conv", str(name))
+        init = init or uniform(-(size**-0.5), size**-0.5)
+        w = weight(f"{name}.weight", [x.shape[-1], size], init=init, dtype=dtype)
+    current().enter_state("short_conv", name)
+    attrs: dict[str, Any] = {} if name is None else {"name": name}
+    if activation is not None:
+        given = {"x": Tensor("F")}
+        fn = _taking(activation, "activation", given)
+        attrs["activation"] = Ref(trace_scalars(fn, given, program))
+    return emit("short_conv", x, w, hint=_last(name or "conv"), **attrs)
+
+
 def logits(
     x: Traced, table: Traced | int, *, name: str | None = None, init: Init | None = None
 ) -> Traced:

@@ -104,7 +104,9 @@ def check(
 def make_case(module: Module, dtype: str, length: int, seed: int) -> Case:
     """Random inputs at a length, and what the interpreter makes of them."""
     short = types.short_dtype(dtype)
-    inputs, _, _ = random_inputs(module, seed + length, {"T": length})
+    # of a few tokens the anchor's error is a matter of luck: at T = 1 the rows make up for it
+    sizes = {"T": length, "B": max(2, 16 // max(length, 1))}
+    inputs, _, _ = random_inputs(module, seed + length, sizes)
     weights = random_weights(module, seed)
     rounded = {
         name: to_dtype(x, short if f.attrs.get("dtype") is None else types.resolve("F", short))

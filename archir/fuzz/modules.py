@@ -234,6 +234,12 @@ def _recurrence(g: _Grow) -> None:
     g.try_emit("state_update", *operands, rule=Ref(rule.name), **named)
 
 
+def _convolution(g: _Grow) -> None:
+    taps = g.draw(st.integers(1, 3))
+    named = {"name": g.path()} if g.draw(st.booleans()) else {}
+    g.try_emit("short_conv", g.pick(_by_token(3)), g.weight(WIDTH, taps), **named)
+
+
 def _pointwise(g: _Grow) -> None:
     name = f"scalar_{len(g.functions)}"
     inner = _Grow(g.draw, name, g.functions, g.kind)
@@ -308,8 +314,8 @@ def _needs_sequence(kind: str) -> bool:
 
 
 STEPS = (
-    _elementwise, _elementwise, _reduce, _move, _project, _attention, _recurrence, _pointwise,
-    _loop, _call, _tap,
+    _elementwise, _elementwise, _reduce, _move, _project, _attention, _recurrence, _convolution,
+    _pointwise, _loop, _call, _tap,
 )  # fmt: skip
 
 

@@ -222,12 +222,12 @@ def _infer_attention(site: Site) -> tuple[Type, ...]:
             f"{heads} query heads are not a multiple of {groups} key heads",
             next="grouped attention lets each key head serve heads / key_heads query heads",
         )
-    _require_scalar(site, "score", "a float, the new score", types.is_float)
-    _require_scalar(site, "mask", "a bool, whether the key is seen", lambda dtype: dtype == "bool")
+    require_scalar(site, "score", "a float, the new score", types.is_float)
+    require_scalar(site, "mask", "a bool, whether the key is seen", lambda dtype: dtype == "bool")
     return (Tensor(q.dtype, (*q.shape[:3], v.shape[3])),)
 
 
-def _require_scalar(site: Site, attr: str, wanted: str, fits: Callable[[str], bool]) -> None:
+def require_scalar(site: Site, attr: str, wanted: str, fits: Callable[[str], bool]) -> None:
     """The function of an attribute returns one scalar of the wanted dtype."""
     if attr not in site.attrs:
         return

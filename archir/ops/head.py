@@ -9,6 +9,7 @@ import numpy as np
 
 from archir import types
 from archir.ops.base import Sample, Site, infer_by, op
+from archir.ops.tensor import matmul
 from archir.types import Tensor, Type
 
 
@@ -20,7 +21,7 @@ from archir.types import Tensor, Type
 )
 def logits(x: Any, w: Any) -> Any:
     """x wᵀ: one score per word."""
-    return x @ w.T
+    return matmul(x, w)
 
 
 _by_signature = infer_by("x: f[B, T, D], w: f[V, D], targets: i[B, T] -> f")

@@ -1,4 +1,4 @@
-"""Ops that read and write state: the recurrence, the KV cache, the store."""
+"""Ops that read and write state: recurrence, short convolution, the KV cache, the store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from archir import types
 from archir.dims import Poly
 from archir.ir import Function
-from archir.ops.attention import rows_of
+from archir.ops.attention import require_scalar, rows_of
 from archir.ops.base import Sample, Site, op
 from archir.sequence import Rows
 from archir.types import Tensor, Type
@@ -187,3 +187,67 @@ def state_update(*operands: Any, rule: Callable[..., Any], form: str = "") -> An
 def _rank(type_: Type) -> int:
     assert isinstance(type_, Tensor)
     return type_.rank
+
+
+def _infer_short_conv(site: Site) -> tuple[Type, ...]:
+    x, w = site.tensor(0), site.tensor(1)
+    if x.rank != 3 or w.rank != 2 or w.shape[0] != x.shape[2]:
+        raise site.fail(
+            "needs x: [B, T, C] and one filter per channel, w: [C, W]",
+            "rank-mismatch",
+            next="ar.merge(x) joins heads; ar.short_conv(x, W, name=…) makes w",
+        )
+    if not (types.is_float(x.dtype) and types.is_float(w.dtype)):
+        raise site.fail(f"x is {x.dtype} and w is {w.dtype}, both must be floats", "dtype-mismatch")
+    require_scalar(site, "activation", "a float", types.is_float)
+    if len(site.operands) < 4:
+        _ = [rows_of(site, i) for i in range(2, len(site.operands))]
+        return (x,)
+    window, want = site.tensor(2), conv_window(x, w, rows_of(site, 3))
+    if window != want:
+        raise site.fail(f"the window must be {want}, {window} given")
+    return (x, want)
+
+
+def conv_window(x: Tensor, w: Tensor, rows: int | Poly) -> Tensor:
+    """The state of a short convolution: the last W − 1 inputs of each row, oldest first."""
+    return Tensor(x.dtype, (rows, w.shape[1] - 1, x.shape[2]))
+
+
+@op(
+    "state",
+    infer=_infer_short_conv,
+    samples=(
+        Sample(("f[B, T, 8]", "f[8, 4]", "sequence[R]")),
+        Sample(("f[B, T, 8]", "F[8, 4]", "f[R, 3, 8]", "sequence[R]")),
+        Sample(("f[B, T, 8]", "f[8, 1]", "f[R, 0, 8]", "sequence[R]")),
+    ),
+    invalid=(
+        Sample(("f[B, T, 8]", "f[6, 4]", "sequence[R]"), message="one filter per channel"),
+        Sample(("f[B, T, 2, 8]", "f[8, 4]", "sequence[R]"), message="needs x: [B, T, C]"),
+        Sample(("i64[B, T, 8]", "f[8, 4]", "sequence[R]"), message="both must be floats"),
+        Sample(
+            ("f[B, T, 8]", "f[8, 4]", "f[R, 4, 8]", "sequence[R]"),
+            message="the window must be f[R, 3, 8]",
+        ),
+    ),
+    ordered=True,
+)
+def short_conv(x: Any, w: Any, *given: Any, activation: Callable[..., Any] | None = None) -> Any:
+    """Causal depthwise convolution of each row: y_t = φ(Σ_j w[:, j] · x_{t−W+1+j}).
+
+    The last tap meets the current token. Before a row's first token lie zeros, or (once
+    `specialize` made it explicit) its window: the last W − 1 inputs that its state has seen. With
+    a window there are two results, y and the window after this call.
+    """
+    *before, seq = given
+    taps, flat = w.shape[1], x.reshape(-1, x.shape[2])
+    (window,) = before or (np.zeros((len(seq), taps - 1, x.shape[2]), x.dtype),)
+    y, after = np.zeros(flat.shape, np.result_type(x, w)), np.empty_like(window)
+    for row, (start, stop, _) in enumerate(seq):
+        line = np.concatenate([window[row], flat[start:stop]])
+        for j in range(taps):
+            y[start:stop] += w[:, j] * line[j : j + stop - start]
+        after[row] = line[stop - start :]
+    y = (y if activation is None else activation(y)).reshape(x.shape)
+    return (y, after) if before else y

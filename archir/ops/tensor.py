@@ -13,6 +13,12 @@ from archir.ops.base import Sample, Site, op
 from archir.types import DTYPES, Tensor, Type
 
 
+def matmul(x: Any, w: Any) -> Any:
+    """x wᵀ as one product of all rows. NumPy would take an array of more axes matrix by matrix,
+    and of one token each it rounds less than any backend does: no anchor to hold others to."""
+    return (x.reshape(-1, x.shape[-1]) @ w.T).reshape(*x.shape[:-1], w.shape[0])
+
+
 @op(
     "tensor",
     "tokens: i[*A], table: f[N, D] -> f[*A, D]",
@@ -42,7 +48,7 @@ def embedding(tokens: Any, table: Any) -> Any:
 )
 def linear(x: Any, w: Any, b: Any = None) -> Any:
     """x wᵀ + b; the weight is [out, in]."""
-    y = x @ w.T
+    y = matmul(x, w)
     return y if b is None else y + b
 
 

@@ -11,6 +11,10 @@
               o, S_1 = state_update(q, k, v, S, seq, rule=r)
   → decode:   o, S_1 = state_update(q, k, v, attn_S, seq, rule=r);  store(S_1, path="attn.S")
 
+    y = short_conv(x, w)
+  → full:     y = short_conv(x, w, seq)
+  → decode:   y, after = short_conv(x, w, conv_window, seq);  store(after, path="conv.window")
+
 The entry makes the sequence once, `seq = dense(tokens, length)` or, with the layout "ragged",
 `seq = ragged(tokens, start, stop, length)`; functions that need it take it as their last operand.
 `prefill` and `decode` are one program here: forms tell them apart later. Both give what `full`
@@ -26,7 +30,7 @@ from archir.diagnostics import UnsupportedError
 from archir.dims import Poly
 from archir.ir import Function, Module, Op, Ref, Value
 from archir.ops import lookup
-from archir.ops.state import rule_heads, state_axes
+from archir.ops.state import conv_window, rule_heads, state_axes
 from archir.passes.rewrite import Rewriter
 from archir.types import Sequence, Tensor
 
@@ -91,12 +95,11 @@ def _function(
     counts: dict[str, int] = {}
     for op in function.ops:
         operands = tuple(new[x] for x in op.operands)
-        if op.kind in ("attention", "state_update"):
+        if op.kind in _STATEFUL:
             ordinal = counts.get(op.kind, 0)
             counts[op.kind] = ordinal + 1
             name = op.attrs.get("name", f"{op.kind}_{ordinal}")
-            handle = _attention if op.kind == "attention" else _state_update
-            handle(new, op, name, seq, stateful)
+            _STATEFUL[op.kind](new, op, name, seq, stateful)
         elif lookup(op.kind).ordered or (op.kind == "call" and op.attrs["callee"].name in ordered):
             new.copy(op, (*operands, seq))
         else:
@@ -223,6 +226,24 @@ def _state_update(new: Rewriter, op: Op, name: str, seq: Value, stateful: bool) 
             state_shapes(rule, operands, seq.type.rows), made[len(op.results) :], strict=True
         ):
             new.emit("store", value, path=f"{name}.{label}", loc=op.loc)
+
+
+def _short_conv(new: Rewriter, op: Op, name: str, seq: Value, stateful: bool) -> None:
+    x, w = (new.value(v) for v in op.values)
+    attrs = _without_name(op)
+    if not stateful:
+        new.copy(op, (x, w, seq), attrs)
+        return
+    assert isinstance(x.type, Tensor) and isinstance(w.type, Tensor)
+    assert isinstance(seq.type, Sequence)
+    path = f"{name}.window"
+    window = new.field("state", path, conv_window(x.type, w.type, seq.type.rows), kind="conv")
+    _, after = new.copy(op, (x, w, window, seq), attrs)
+    new.emit("store", after, path=path, loc=op.loc)
+
+
+# Ops that keep something between calls: how each gets its state.
+_STATEFUL = {"attention": _attention, "state_update": _state_update, "short_conv": _short_conv}
 
 
 def state_shapes(

@@ -189,6 +189,65 @@ def rotary(x: Tensor, positions: Tensor, seq: Rows, theta: float) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
+def short_conv(
+    x: Tensor,
+    w: Tensor,
+    seq: Rows,
+    window: Tensor | None = None,
+    activation: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """φ(Σ_j w[:, j] · x_{t−W+1+j}) per row of x [B, T, C], and the last W − 1 inputs of each row.
+
+    Before a row's first token lies its window [R, W − 1, C], zeros where there is none. Padded and
+    packed rows are laid one after another, each behind its window, and convolved as one line.
+    """
+    past = w.shape[1] - 1
+    if window is None:
+        window = x.new_zeros(len(seq), past, x.shape[2])
+    if seq.full:
+        line = torch.cat([window, x], 1)
+        return _convolved(line, w, activation), line[:, line.shape[1] - past :].clone()
+    source, token, place, end = _behind_windows(seq, past, x.device)
+    line = torch.cat([x.flatten(0, 1), window.flatten(0, 1)])[source]
+    y = _convolved(line[None], w, activation)[0, place]
+    return torch.zeros_like(x).flatten(0, 1).index_put((token,), y).view_as(x), line[end]
+
+
+def _convolved(
+    line: Tensor, w: Tensor, activation: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """φ(Σ_j w[:, j] · line[t + j]) for the L − W + 1 places t of [R, L, C], in float32 at least."""
+    dtype = torch.promote_types(wide(line.dtype), w.dtype)
+    first, *taps = w.to(dtype).unbind(1)
+    n = max(line.shape[1] - len(taps), 0)
+    y = first * line[:, :n].to(dtype)
+    for j, tap in enumerate(taps, 1):
+        y = y + tap * line[:, j : j + n].to(dtype)
+    return (y if activation is None else activation(y)).to(line.dtype)
+
+
+def _behind_windows(seq: Rows, past: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Indices for rows laid one after another, each behind its window of `past` inputs: where every
+    place of that line comes from, in the tokens [B·T] followed by the windows [R·past]; token and
+    place of every output, [n] each; the last places of every row, [R, past]."""
+    key = ("behind", past, device)
+    if key not in seq.memo:
+        source: list[int] = []
+        tokens: list[int] = []
+        places: list[int] = []
+        ends: list[list[int]] = []
+        for row, (start, stop, _) in enumerate(seq):
+            first = seq.batch * seq.length + row * past
+            tokens += range(start, stop)
+            places += range(len(source), len(source) + stop - start)
+            source += [*range(first, first + past), *range(start, stop)]
+            ends.append([*range(len(source) - past, len(source))])
+        made = [torch.tensor(x, dtype=torch.int64, device=device) for x in (source, tokens, places)]
+        end = torch.tensor(ends, dtype=torch.int64, device=device).view(len(seq), past)
+        seq.memo[key] = (*made, end)
+    return seq.memo[key]
+
+
 def attention(
     q: Tensor,
     k: Tensor | Cache,

@@ -33,9 +33,25 @@ DTYPES = {
     "f64": torch.float64,
 }
 GROWING = ("kv", "latent")
-# Who keeps matrix states how. [K, V]: fla, and transformers' Qwen3-Next and Kimi-Linear.
-# [V, K]: fla with state_v_first, mlx, vLLM, sglang.
-KEYS_FIRST = {"fla": True, "transformers": True, "fla_v_first": False, "mlx": False, "vllm": False}
+
+
+@dataclass(frozen=True)
+class Habit:
+    """How a library keeps states: a matrix as [K, V] or [V, K]; the window of a convolution with W
+    taps as [C, W] or [C, W − 1], channels first or last."""
+
+    keys_first: bool
+    whole_window: bool
+    channels_first: bool = True
+
+
+LAYOUTS = {
+    "fla": Habit(keys_first=True, whole_window=True),
+    "transformers": Habit(keys_first=True, whole_window=True),
+    "fla_v_first": Habit(keys_first=False, whole_window=True),
+    "mlx": Habit(keys_first=False, whole_window=False, channels_first=False),
+    "vllm": Habit(keys_first=False, whole_window=False),
+}
 
 
 @dataclass(frozen=True)
@@ -93,7 +109,9 @@ def schema_of(spec: str, traced: Module, module: Module) -> Schema:
     axes = _matrix_axes(module)
     slots = {"length": Slot("length", "i64[R]")}
     for path, field in ir.fields(module, "state").items():
-        slots[path] = Slot(field.attrs["kind"], str(field.value.type), axes.get(path, ()))
+        kind = field.attrs["kind"]
+        named = ("R", "past", "channel") if kind == "conv" else axes.get(path, ())
+        slots[path] = Slot(kind, str(field.value.type), named)
     return Schema(spec, digest, slots, module)
 
 
@@ -165,6 +183,7 @@ class State:
         self._model, self._draft = model, draft
         self._schema: Schema = model.state_schema
         self._lengths = tuple(entries["length"])
+        self._snapshots: tuple[Snapshot, ...] = ()
 
     def __copy__(self) -> State:
         """A copy is a clone: two handles on one storage would each change the other's past."""
@@ -196,7 +215,7 @@ class State:
     def take(self, model: Any = None) -> dict[str, Any]:
         """The entries, for `model` to go on with; this handle is dead afterwards."""
         entries = self._alive()
-        self._entries, self._draft = None, None
+        self._entries, self._draft, self._snapshots = None, None, ()
         if model is None or model is self._model:
             return entries
         # files emitted into another folder have a class of their own
@@ -238,52 +257,73 @@ class State:
         return sum(self.nbytes().values())
 
     def to(self, layout: str) -> dict[str, torch.Tensor]:
-        """The matrix states by path as another library keeps them.
+        """The matrix states and convolution windows by path as another library keeps them.
 
-        layout: "fla" or "transformers", [R, H, K, V]; "fla_v_first", "mlx" or "vllm", [R, H, V, K].
-        States that are no matrices come as they are. Raises `UnsupportedError` for another layout,
-        or for a square state whose rule does not tell keys from values.
+        layout: "fla" or "transformers", matrices [R, H, K, V] and windows [R, C, W];
+        "fla_v_first", [R, H, V, K] and [R, C, W]; "vllm", [R, H, V, K] and [R, C, W − 1]; "mlx",
+        [R, H, V, K] and [R, W − 1, C]. Of W columns the oldest is zero: no next step reads it.
+        Other states of rules come as they are. Raises `UnsupportedError` for another layout, or for
+        a square state whose rule does not tell keys from values.
         """
+        habit = self._habit(layout)
         return {
-            path: self._turned(x, path, layout).contiguous()
+            path: self._given(x, path, habit).contiguous()
             for path, x in self.items()
-            if self._schema.slots[path].kind == "matrix"
+            if path in self._schema.fixed
         }
 
     def from_layout(self, tensors: Mapping[str, torch.Tensor], layout: str) -> State:
-        """This state with some matrix states as another library made them, the inverse of `to`.
+        """This state with some entries as another library made them, the inverse of `to`.
 
         tensors: by path, in the shapes `to(layout)` gives. Consumes this handle.
         """
-        mine = self.to(layout)
+        habit, mine, own = self._habit(layout), self.to(layout), dict(self.items())
         problems = [
             f"{path}: {list(x.shape)} given, {list(mine[path].shape) if path in mine else 'no'} "
-            "matrix here"
+            "matrix or window here"
             for path, x in tensors.items()
             if path not in mine or x.shape != mine[path].shape
         ]
         if problems:
             raise MismatchError(
-                f"{len(problems)} of the tensors given are no matrix states of {self._schema.spec}",
+                f"{len(problems)} of the tensors given are no such states of {self._schema.spec}",
                 code="state-layout",
                 facts=problems[:6],
                 next=f"state.to({layout!r}) lists paths and shapes",
             )
         made = {
-            path: self._turned(x.to(mine[path].device, mine[path].dtype, copy=True), path, layout)
+            path: self._taken(x.to(own[path].device, own[path].dtype, copy=True), path, habit)
             for path, x in tensors.items()
         }
         return self._next(lambda path, x: made.get(path, x))
 
-    def _turned(self, x: torch.Tensor, path: str, layout: str) -> torch.Tensor:
-        """A matrix state with its last axes in the order of a layout; the same function goes back,
-        as a swap is its own inverse."""
-        if layout not in KEYS_FIRST:
+    @staticmethod
+    def _habit(layout: str) -> Habit:
+        if layout not in LAYOUTS:
             raise UnsupportedError(
                 f"there is no state layout {layout!r}",
                 code="state-layout",
-                next=nearest(layout, [*KEYS_FIRST]),
+                next=nearest(layout, [*LAYOUTS]),
             )
+        return LAYOUTS[layout]
+
+    def _given(self, x: torch.Tensor, path: str, habit: Habit) -> torch.Tensor:
+        """An entry as a library keeps it."""
+        if self._schema.slots[path].kind != "conv":
+            return self._turned(x, path, habit)
+        x = torch.nn.functional.pad(x, (0, 0, 1, 0)) if habit.whole_window else x
+        return x.transpose(1, 2) if habit.channels_first else x
+
+    def _taken(self, x: torch.Tensor, path: str, habit: Habit) -> torch.Tensor:
+        """The inverse of `_given`."""
+        if self._schema.slots[path].kind != "conv":
+            return self._turned(x, path, habit)
+        x = x.transpose(1, 2) if habit.channels_first else x
+        return (x[:, 1:] if habit.whole_window else x).contiguous()
+
+    def _turned(self, x: torch.Tensor, path: str, habit: Habit) -> torch.Tensor:
+        """A state of a rule with its last axes in the other order where a library has it so; the
+        same function goes back, as a swap is its own inverse."""
         *_, first, second = self._schema.slots[path].axes
         if len(self._schema.slots[path].axes) != 4:
             return x
@@ -293,7 +333,7 @@ class State:
                 code="state-layout",
                 next='name the axes of keys and values apart in the rule: "q:K k:K v:V -> o:V"',
             )
-        return x if (first == "key") == KEYS_FIRST[layout] else x.transpose(2, 3)
+        return x if (first == "key") == habit.keys_first else x.transpose(2, 3)
 
     # ---- rows
 
@@ -373,6 +413,14 @@ class State:
     def snapshot(self) -> Snapshot:
         """This moment, to `restore` later. Nothing is copied, and this handle stays alive."""
         return Snapshot(_shared(self._alive()), self._schema)
+
+    @property
+    def snapshots(self) -> tuple[Snapshot, ...]:
+        """What `prefill(…, snapshot_every=n)` kept: the i-th is of the first (i + 1) · n new tokens
+        of every row, or of all that it has. They belong to the handle that prefill returned, others
+        have none; read them before a call consumes it, a dead handle raises."""
+        self._alive()
+        return self._snapshots
 
     def restore(self, snapshot: Snapshot) -> State:
         """The state at the moment of `snapshot`. Consumes this handle, not the snapshot.

@@ -16,6 +16,7 @@ from archir.ir import Op
 from archir.passes import specialize
 from backends.eager.ops import EMIT
 from backends.eager.ops import elementwise as elementwise_emitters
+from tests.specs.conv import conv_lm
 from tests.specs.kda import kda_lm
 
 KDA = f"{Path(__file__).parent.parent / 'specs' / 'kda.py'}:kda_lm"
@@ -32,6 +33,12 @@ def test_the_recurrence_spec_holds(preset: str) -> None:
     assert {row["phase"] for row in report.rows} == {
         *("full", "prefill", "decode", "state", "last", "loss", "gradient")
     }
+
+
+@pytest.mark.parametrize("preset", conv_lm.presets)
+def test_the_convolution_spec_holds(preset: str) -> None:
+    report = ar.check(conv_lm, preset=preset, lengths=(1, 7, 65))
+    assert report.ok, report.failures
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -65,14 +72,14 @@ def row(kind: str, text: str) -> Callable[[Any], None]:
 
 def keep_the_old_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """A break of `specialize`: the new matrix state is never stored."""
-    right = specialize._state_update
+    right = specialize._STATEFUL["state_update"]
 
     def wrong(new: Any, op: Op, name: str, seq: Any, stateful: bool) -> None:
         right(new, op, name, seq, stateful)
         if stateful:
             new.ops[:] = [o for o in new.ops if o.attrs.get("path") != f"{name}.S"]
 
-    monkeypatch.setattr(specialize, "_state_update", wrong)
+    monkeypatch.setitem(specialize._STATEFUL, "state_update", wrong)
 
 
 # what is broken → how, the spec it shows in, and a phase whose cells must fail

@@ -190,6 +190,25 @@ def test_append_compacts_rows() -> None:
     assert got[:, :, 0].tolist() == [[1, 2, 3, 4, 101, 102], [5, 103, 104, 0, 0, 0]]
 
 
+@pytest.mark.parametrize("taps", [1, 2, 4])
+def test_short_convolution(taps: int) -> None:
+    """Against torch's grouped convolution of each row alone, behind its window."""
+    rng = np.random.default_rng(taps)
+    x, w = rng.standard_normal((2, 7, 3)), rng.standard_normal((3, taps))
+    window = rng.standard_normal((3, taps - 1, 3))
+    bounds = ((0, 5), (5, 5), (7, 14))
+    seq = Rows.ragged(2, 7, *zip(*bounds, strict=True))
+    y, after = OPS["short_conv"].meaning(x, w, window, seq, activation=np.tanh)
+    flat = x.reshape(14, 3)
+    for row, (start, stop) in enumerate(bounds):
+        line = np.concatenate([window[row], flat[start:stop]])
+        assert np.array_equal(after[row], line[len(line) - taps + 1 :])
+        if stop > start:
+            channels = torch.from_numpy(line.T[None].copy())
+            want = F.conv1d(channels, torch.from_numpy(w[:, None]), groups=3)[0].T.tanh()
+            same(y.reshape(14, 3)[start:stop], want)
+
+
 def test_positions_and_lengths_follow_the_past() -> None:
     seq = OPS["dense"].meaning(np.zeros((2, 3)), np.array([4, 0]))
     assert OPS["positions"].meaning(None, seq).tolist() == [[4, 5, 6], [0, 1, 2]]

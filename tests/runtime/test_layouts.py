@@ -13,6 +13,7 @@ from archir.diagnostics import MismatchError
 from backends.runtime.layout import bounds
 from specs.llama import Llama
 from tests.goldens import check_golden
+from tests.specs.conv import conv_lm
 from tests.specs.kda import kda_lm
 
 LENGTHS = (5, 0, 9, 1, 3)
@@ -21,6 +22,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "gpt2": {"spec": "gpt2", "preset": "tiny"},
     "llama": {"spec": "llama", "config": Llama(96, 192, 32, 88, 2, heads=4, kv_heads=2, window=5)},
     "kda": {"spec": kda_lm, "preset": "tiny"},
+    "conv": {"spec": conv_lm, "preset": "tiny"},
 }
 
 

@@ -24,6 +24,7 @@ from backends.runtime.state import Snapshot, State, _walk
 from specs.gpt2 import gpt2
 from specs.llama import Llama
 from tests.goldens import check_golden
+from tests.specs.conv import Conv, conv_lm
 from tests.specs.kda import KDA, kda_lm
 
 VOCAB = 32
@@ -32,6 +33,7 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
     "gpt2": (gpt2, replace(gpt2.presets["tiny"], vocab=VOCAB, width=16, heads=2)),
     "llama": ("llama", LLAMA),
     "kda": (kda_lm, KDA(vocab=VOCAB, width=16, key=4, value=6)),
+    "conv": (conv_lm, Conv(vocab=VOCAB, width=16, taps=(4, 2))),
 }
 
 
@@ -394,6 +396,25 @@ def test_matrix_states_in_other_layouts(layout: str) -> None:
     assert torch.equal(turned, own if keys_first else own.mT)
     back = after(model, tokens(2, 5, seed=1)).from_layout({"layers.0.kda.S": turned}, layout)
     assert torch.equal(dict(back.items())["layers.0.kda.S"], own)
+
+
+@pytest.mark.parametrize("layout", ["fla", "transformers", "fla_v_first", "mlx", "vllm"])
+def test_windows_in_other_layouts(layout: str) -> None:
+    """W columns or W − 1, channels first or last; a state made from them decodes the same."""
+    model, x, path = made("conv"), tokens(2, 5), "layers.0.conv.window"
+    state = after(model, x)
+    own = dict(state.items())[path]
+    given = state.to(layout)
+    turned = given[path]
+    assert turned.is_contiguous()
+    whole = layout in ("fla", "transformers", "fla_v_first")
+    assert tuple(turned.shape) == ((2, 3, 16) if layout == "mlx" else (2, 16, 3 + whole))
+    last = turned if layout == "mlx" else turned.mT
+    assert torch.equal(last[:, -3:], own)
+    back = model.empty_state(2).from_layout(given, layout)
+    want, _ = model.decode(tokens(2, 2, seed=1), state)
+    have, _ = model.decode(tokens(2, 2, seed=1), back)
+    assert torch.equal(have, want)
 
 
 @ar.recurrence("S:V,K | q:K k:K v:V -> o:V")

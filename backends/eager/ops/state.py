@@ -18,6 +18,16 @@ def append(p: Printer, op: Op) -> str:
     return f"{cache}.append({x}, {seq})"
 
 
+@emits("short_conv")
+def short_conv(p: Printer, op: Op) -> str:
+    """With a window there are two results, without one the first is taken."""
+    x, w, *window, seq = (p(v) for v in op.operands)
+    given = [x, w, seq, *window]
+    if "activation" in op.attrs:
+        given.append(f"activation={p.function_name(op.attrs['activation'])}")
+    return f"ar.short_conv({', '.join(given)})" + ("" if window else "[0]")
+
+
 @emits("store")
 def store(p: Printer, op: Op) -> list[str]:
     path, value = op.attrs["path"], p(op.operands[0])
