@@ -31,16 +31,18 @@ class Storage:
     when it was made: then a graph may need its content.
     """
 
-    __slots__ = ("filled", "readers", "tensor", "writable")
+    __slots__ = ("filled", "prune_at", "readers", "tensor", "writable")
 
     def __init__(self, tensor: Tensor, filled: tuple[int, ...], writable: bool = True) -> None:
         self.tensor, self.filled, self.writable = tensor, filled, writable
         self.readers: list[ref[Cache]] = []
+        self.prune_at = 8
 
     def add(self, cache: Cache) -> None:
         """Remembers a reader for as long as it lives."""
-        if len(self.readers) > 8:
+        if len(self.readers) >= self.prune_at:
             self.readers = [r for r in self.readers if r() is not None]
+            self.prune_at = max(8, 2 * len(self.readers))
         self.readers.append(ref(cache))
 
     def may_write(self, cache: Cache) -> bool:

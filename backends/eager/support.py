@@ -152,7 +152,7 @@ def unsteps(y: Tensor, like: Tensor, seq: Rows) -> Tensor:
     if seq.full:
         return y.transpose(0, 1)
     row, position, token = places(seq, y.device)
-    step = position - torch.tensor(seq.past, device=y.device)[row]
+    step = position - torch.tensor(seq.past, dtype=torch.int64, device=y.device)[row]
     flat = y.new_zeros(like.shape[0] * like.shape[1], *y.shape[2:])
     return flat.index_put((token,), y[step, row]).unflatten(0, like.shape[:2])
 

@@ -24,6 +24,7 @@ from archir.layout import Layout, check_total, tensor
 from archir.passes.specialize import only_full
 from archir.pipeline import lower
 from archir.types import Tensor, is_float
+from backends.runtime import pieces
 from backends.runtime import state as states
 from backends.runtime.layout import Bounds, bounds
 from backends.runtime.state import DTYPES, State
@@ -103,10 +104,34 @@ class Model(nn.Module):
         return made, State(entries, self, draft)
 
     def prefill(
-        self, tokens: Any, state: State | None = None, *, logits: str = "last", **layout: Any
+        self,
+        tokens: Any,
+        state: State | None = None,
+        *,
+        logits: str = "last",
+        snapshot_every: int | None = None,
+        **layout: Any,
     ) -> tuple[Any, State]:
-        """(logits, state) after tokens [B, T]; logits: "last" [B, 1, vocab], or "all"."""
-        return self(tokens, phase="prefill", head=logits, state=state, **layout)
+        """(logits, state) after tokens [B, T]; consumes `state`.
+
+        logits: "last" [R, 1, vocab], of each row's last token, or "all" [B, T, vocab].
+        snapshot_every: n reads the prompt in pieces of n tokens per row and keeps a snapshot after
+        each: `state.restore(state.snapshots[i])` has seen min((i + 1) · n, all) new tokens of every
+        row. There are ⌈longest row / n⌉, one at least, and the last is of the state returned. What
+        comes back is otherwise the same. Raises `MismatchError` where n is no positive integer.
+        """
+        if snapshot_every is None:
+            return self(tokens, phase="prefill", head=logits, state=state, **layout)
+        if type(snapshot_every) is not int or snapshot_every < 1:
+            raise MismatchError(
+                f"snapshot_every={snapshot_every!r}, but a piece of a prompt has 1 token or more",
+                code="snapshot-every",
+                next="give a positive integer, or None for no snapshots",
+            )
+        self._check_ready()
+        x = self._input(tokens)
+        rows = bounds(x.shape[0], x.shape[1], **layout)
+        return pieces.read(self, x, rows, snapshot_every, state, logits)
 
     def decode(self, tokens: Any, state: State, **layout: Any) -> tuple[Any, State]:
         """(logits [B, n, vocab], state) after n more tokens per row; consumes `state`."""
