@@ -17,6 +17,7 @@ from archir.dsl import (
     concat,
     config,
     constant,
+    dropout,
     embedding,
     exp,
     expand_dims,

@@ -297,6 +297,7 @@ def attention(
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
+    dropout: float = 0.0,
     score: Callable[..., Any] | None = None,
     mask: Callable[..., Any] | None = None,
     name: str | None = None,
@@ -306,6 +307,8 @@ def attention(
     window: how many positions a query sees, itself included.  scale: D^−½ by default.
     score(s, i, j, h) → s changes a score; mask(i, j) → bool keeps one; both are functions of
     scalars (query position i, key position j, head h).  name: of the KV cache in the state.
+    dropout: the rate at which probabilities are dropped while training; every score is then held
+    in memory, which training without it does not need.
     causal=False has only the phase `full`: prefill and decode cannot see later tokens, and whether
     a mask hides them is not proven, so a mask that does is written beside causal=True.
     """
@@ -316,6 +319,9 @@ def attention(
         attrs["window"] = window
     if scale is not None:
         attrs["scale"] = float(scale)
+    _rate("attention", dropout)
+    if dropout:
+        attrs["dropout"] = float(dropout)
     place = {"i": Tensor("i64"), "j": Tensor("i64")}
     if score is not None:
         given = {"s": Tensor("F"), **place, "h": Tensor("i64")}
@@ -358,6 +364,30 @@ def short_conv(
         fn = _taking(activation, "activation", given)
         attrs["activation"] = Ref(trace_scalars(fn, given, program))
     return emit("short_conv", x, w, hint=_last(name or "conv"), **attrs)
+
+
+def dropout(x: Traced, rate: float, *, name: str | None = None) -> Traced:
+    """While training, each element zero at this rate, the others divided by 1 − rate; else x.
+
+    The mask is a function of the call's seed, the scope, `name` (by default the op's place among
+    the dropouts of its block) and the element's index; the interpreter draws the same.
+    """
+    _rate("dropout", rate)
+    current().enter_state("dropout", name)
+    if not rate:
+        return x
+    attrs: dict[str, Any] = {} if name is None else {"name": name}
+    return emit("dropout", x, rate=float(rate), hint=name or "dropout", **attrs)
+
+
+def _rate(what: str, rate: Any) -> None:
+    if not isinstance(rate, int | float) or not 0 <= rate < 1:
+        raise SpecError(
+            f"{what}: {rate!r} is no rate at which elements are dropped",
+            code="dropout-rate",
+            loc=source.caller()[0],
+            next="give a number from 0 (nothing is dropped) to below 1",
+        )
 
 
 def logits(

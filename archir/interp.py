@@ -17,6 +17,7 @@ from archir.diagnostics import ArchirError, MismatchError
 from archir.dims import Poly
 from archir.ir import Function, Module, Op, Ref, Value, fields, join
 from archir.ops import lookup
+from archir.philox import fold
 from archir.types import Sequence, Tensor
 
 _NUMPY = {"f64": np.float64, "f32": np.float32, "bf16": np.float32, "f16": np.float16}
@@ -51,14 +52,15 @@ def interpret(
     """Runs the entry of a module.
 
     inputs: by name or in order.  weights: weights and buffers by path.  state: states by path
-    (`empty_state` where None).  dtype: see above.  A module that was only traced is first made
-    the phase `full`. Returns (outputs by name, stored fields by path: states and taps).
+    (`empty_state` where None).  seed: of what is drawn at random (dropout).  dtype: see above.
+    A module that was only traced is first made the phase `full`, for training where there is a
+    seed. Returns (outputs by name, stored fields by path: states and taps).
     """
     from archir.passes.specialize import is_specialized, specialize
 
     if not is_specialized(module):
-        module = specialize(module, "full", "dense")
-    run = _Run(module, types.short_dtype(dtype))
+        module = specialize(module, "full", "dense", training=seed is not None)
+    run = _Run(module, types.short_dtype(dtype), seed)
     entry = module.entry
     given = inputs if isinstance(inputs, Mapping) else _by_position(entry, inputs)
     args = [run.enter(_get(given, v.name, "input"), v) for v in entry.inputs]
@@ -107,11 +109,11 @@ def empty_state(module: Module, rows: int, dtype: str = "f64") -> dict[str, np.n
 
 
 class _Run:
-    """One run: the dtype it runs in, the fields it reads and writes."""
+    """One run: the dtype it runs in, the seed it draws with, the fields it reads and writes."""
 
-    def __init__(self, module: Module, dtype: str) -> None:
+    def __init__(self, module: Module, dtype: str, seed: int | None) -> None:
         self.table = {f.name: f for f in module.functions}
-        self.dtype = dtype
+        self.dtype, self.seed = dtype, seed
         self.weights: dict[str, Any] = {}
         self.states: dict[str, Any] = {}
         self.stored: dict[str, Any] = {}
@@ -136,8 +138,7 @@ class _Run:
             if field.kind == "tap":
                 continue
             path = join(scope, field.path)
-            source = self.states if field.kind == "state" else self.weights
-            env[field.value] = self.enter(_get(source, path, field.kind), field.value)
+            env[field.value] = self.enter(self.read(field.kind, path), field.value)
             _bind(field.value, env[field.value], binding)
         for op in function.ops:
             self.op(op, env, binding, scope)
@@ -145,6 +146,18 @@ class _Run:
                 for value in op.results:
                     _bind(value, env[value], binding)
         return tuple(env[v] for v in function.outputs)
+
+    def read(self, kind: str, path: str) -> Any:
+        """What a field holds."""
+        if kind == "key":
+            if self.seed is None:
+                raise MismatchError(
+                    f"{path} draws at random, and no seed is given",
+                    code="seed-missing",
+                    next="give interpret(…, seed=0), or lower with training=False",
+                )
+            return fold(self.seed, path)
+        return _get(self.states if kind == "state" else self.weights, path, kind)
 
     def op(self, op: Op, env: dict[Value, Any], binding: dict[str, int], scope: str) -> None:
         operands = [env[x] if isinstance(x, Value) else x for x in op.operands]

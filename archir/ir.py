@@ -2,7 +2,7 @@
 
     Module(functions)                                  the entry is the function of role "entry"
     Function(name, inputs, fields, ops, outputs)       order of ops is topological order
-    Field(kind, path, value, attrs)                    a weight, buffer, state or tap (D1)
+    Field(kind, path, value, attrs)                    a weight, buffer, state, tap or key (D1)
     Op(kind, operands, results, attrs, loc)            operands: values, or numbers (elementwise)
     Value(name, type, loc)                             defined once
 
@@ -23,7 +23,7 @@ from archir import types
 from archir.diagnostics import Loc, VerifyError
 from archir.types import Type
 
-FIELD_KINDS = ("weight", "buffer", "state", "tap")
+FIELD_KINDS = ("weight", "buffer", "state", "tap", "key")
 ROLES = ("entry", "block", "rule", "pointwise", "body")
 _WORDS = ("inf", "list", "sequence", "ceildiv")  # what IR text reads as something else than a name
 
@@ -67,6 +67,7 @@ class Field:
 
     weight: init, decay (whether weight decay applies).  buffer: init.
     state: kind (kv, latent, matrix, conv, length).  tap: none; it is only written.
+    key: none; it is the key of a random op, made from the call's seed and the absolute path.
     """
 
     kind: str

@@ -35,6 +35,7 @@ class Options:
 
     phase: full, prefill or decode.  layout: dense.  head: all, last or loss.  dtype: the model's.
     form: auto, recurrent, chunk or parallel.  taps: whether inner values are kept.
+    training: whether dropout draws.
     """
 
     phase: str = "full"
@@ -45,11 +46,12 @@ class Options:
     state_dtype: str | None = None
     form: str = "auto"
     taps: bool = True
+    training: bool = False
 
 
 def _specialize(module: Module, o: Options) -> Module:
     module = module if o.taps else drop_taps(module)
-    return head(specialize(module, o.phase, o.layout), o.head)
+    return head(specialize(module, o.phase, o.layout, o.training), o.head)
 
 
 PASSES: tuple[tuple[str, Callable[[Module, Options], Module]], ...] = (
@@ -81,20 +83,14 @@ def lower(
     """A traced module after the passes up to `stage` (all of them by default).
 
     backend: who will print it; it must be installed. Every backend gets the same module so far.
-    training: only False: the one thing it changes, dropout, is not built yet.
+    training: dropout draws by keys made from a seed; without it, dropout is nothing.
     check: 1 verifies after each pass, 2 also interprets before and after.
     """
-    if training:
-        raise UnsupportedError(
-            "training=True asks for dropout, which is not built yet",
-            code="training",
-            next="leave it out: gradients and the loss need no other module",
-        )
     if backend is not None:
         from archir.compile import require_backend
 
         require_backend(backend)
-    options = Options(phase, layout, head, dtype, param_dtype, state_dtype, form, taps)
+    options = Options(phase, layout, head, dtype, param_dtype, state_dtype, form, taps, training)
     stage = stage or STAGES[-1]
     if stage not in STAGES:
         raise UnsupportedError(
@@ -113,8 +109,8 @@ def lower(
 def compare(before: Module, after: Module, name: str) -> None:
     """Interprets both modules on the same random inputs in float64; raises where they differ."""
     inputs, weights, state = random_inputs(before, seed=0)
-    one, stored_one = interpret(before, inputs, weights, state)
-    two, stored_two = interpret(after, inputs, weights, state)
+    one, stored_one = interpret(before, inputs, weights, state, seed=0)
+    two, stored_two = interpret(after, inputs, weights, state, seed=0)
     pairs = zip(one, one.values(), two.values(), strict=True)
     for key, a, b in (*pairs, *((k, x, stored_two.get(k, np.nan)) for k, x in stored_one.items())):
         _require_equal(a, b, f"{name} changed {key}")

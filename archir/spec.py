@@ -22,6 +22,7 @@ from archir.diagnostics import ArchirError, MismatchError, SpecError, Unsupporte
 from archir.dims import symbol
 from archir.dsl import Block, config_sizes, is_config
 from archir.ir import Module
+from archir.passes.specialize import inference
 from archir.recurrence import Rule
 from archir.trace import declared, trace_entry
 from archir.types import Tensor, Type
@@ -249,7 +250,8 @@ class Spec:
         return trace_entry(self.fn, self.name, inputs, fixed)
 
     def check_same(self, ours: Any, theirs: Any, our_name: str, file: str) -> None:
-        """Raise MismatchError unless a config and that of a weight file make the same program.
+        """Raise MismatchError unless a config and that of a weight file make the same program,
+        dropout aside.
 
         A field counts where it changes the program: `head_dim=None` and what it stands for are the
         same, and so are floats that one file keeps in float32.
@@ -273,7 +275,7 @@ class Spec:
             other = self.trace(dataclasses.replace(config, **{name: value}))
         except ArchirError:
             return True
-        return other != self.trace(config)
+        return inference(other) != inference(self.trace(config))
 
 
 def _close(a: Any, b: Any) -> bool:

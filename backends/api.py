@@ -45,7 +45,9 @@ class Backend(Protocol):
         """An `nn.Module` with meta parameters that runs every phase."""
         ...
 
-    def program(self, model: Any, phase: str, head: str, layout: str) -> Callable[..., Any]:
+    def program(
+        self, model: Any, phase: str, head: str, layout: str, training: bool
+    ) -> Callable[..., Any]:
         """The entry function of one phase of a built model: lowered, emitted and loaded."""
         ...
 

@@ -20,6 +20,9 @@ class GPT2:
     inner: int | None = None  # 4 × width unless given
     eps: float = 1e-5
     tied: bool = True
+    embedding_dropout: float = 0.1  # these three in training only
+    attention_dropout: float = 0.1
+    residual_dropout: float = 0.1
 
 
 PRESETS = {
@@ -31,13 +34,21 @@ PRESETS = {
 READ = {
     "vocab": "vocab_size", "context": "n_positions", "width": "n_embd", "layers": "n_layer",
     "heads": "n_head", "inner": "n_inner", "eps": "layer_norm_epsilon",
-    "tied": "tie_word_embeddings",
+    "tied": "tie_word_embeddings", "embedding_dropout": "embd_pdrop",
+    "attention_dropout": "attn_pdrop", "residual_dropout": "resid_pdrop",
 }  # fmt: skip
 
 FROM_HF = ar.HuggingFace(
     "gpt2",
     read=READ,
-    absent={"n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    absent={
+        "n_inner": None,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+    },
     neutral={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights": (True,),
@@ -46,7 +57,6 @@ FROM_HF = ar.HuggingFace(
         "add_cross_attention": (False,),
     },
     inert=(
-        *("attn_pdrop", "embd_pdrop", "resid_pdrop"),  # training only, and this spec drops nothing
         *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
         *("summary_first_dropout", "n_ctx"),  # other heads; the size of a mask kept in old files
     ),
@@ -77,11 +87,13 @@ def layer(x: "f[B, T, width]", c: GPT2):
     h = ar.layer_norm(x, name="ln_1", eps=c.eps)
     h = ar.linear(h, 3 * c.width, name="attn.c_attn")
     q, k, v = ar.heads(h, 3, c.heads)  # 3 × [B, T, heads, size]
-    h = ar.merge(ar.attention(q, k, v, causal=True, name="attn"))
-    x = x + ar.linear(h, c.width, name="attn.c_proj", init=small)
+    h = ar.attention(q, k, v, causal=True, dropout=c.attention_dropout, name="attn")
+    h = ar.linear(ar.merge(h), c.width, name="attn.c_proj", init=small)
+    x = x + ar.dropout(h, c.residual_dropout)
     h = ar.layer_norm(x, name="ln_2", eps=c.eps)
     h = ar.gelu_tanh(ar.linear(h, inner, name="mlp.c_fc"))
-    return x + ar.linear(h, c.width, name="mlp.c_proj", init=small)
+    h = ar.linear(h, c.width, name="mlp.c_proj", init=small)
+    return x + ar.dropout(h, c.residual_dropout)
 
 
 @ar.spec(
@@ -96,6 +108,7 @@ def gpt2(tokens, c: GPT2):  # i64[B, T] → f[B, T, vocab]
     wte = ar.weight("wte.weight", [c.vocab, c.width])
     place = ar.positions(tokens, limit=c.context)
     x = ar.embedding(tokens, wte) + ar.embedding(place, c.context, c.width, name="wpe")
+    x = ar.dropout(x, c.embedding_dropout)
     for i in range(c.layers):
         x = layer(x, c, name=f"h.{i}")
     x = ar.layer_norm(x, name="ln_f", eps=c.eps)

@@ -23,7 +23,7 @@ ONLY_IN = {
 }
 # A module of a layer imports only layers up to its own, except inside functions.
 LAYERS = (
-    "diagnostics dims types sequence",
+    "diagnostics dims types sequence philox",
     "ir text source draw layout",
     "ops verify",
     "trace recurrence dsl",

@@ -1,6 +1,6 @@
 """The ops: one file per family. `OPS` maps a kind to its definition."""
 
-from archir.ops import attention, control, elementwise, head, norm, state, tensor
+from archir.ops import attention, control, elementwise, head, norm, random, state, tensor
 from archir.ops.base import OPS, OpDef, Sample, Site, infer_op, lookup, op, register
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "lookup",
     "norm",
     "op",
+    "random",
     "register",
     "state",
     "tensor",

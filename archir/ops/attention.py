@@ -11,6 +11,7 @@ from archir import types
 from archir.diagnostics import MismatchError
 from archir.dims import Poly, symbol
 from archir.ops.base import Sample, Site, op
+from archir.ops.random import kept
 from archir.sequence import Rows
 from archir.types import Sequence, Tensor, Type
 
@@ -200,6 +201,8 @@ def _infer_attention(site: Site) -> tuple[Type, ...]:
         )
     if len(site.operands) > 3:
         rows_of(site, 3)
+    if len(site.operands) > 4 and site.tensor(4) != Tensor("i64", (2,)):
+        raise site.fail("the key of its dropout must be i64[2]", "operand-type")
     if not q.dtype == k.dtype == v.dtype:
         raise site.fail(
             f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}",
@@ -252,6 +255,10 @@ def require_scalar(site: Site, attr: str, wanted: str, fits: Callable[[str], boo
             ("f[B, T, 4, 8]", "f[R, S, 4, 8]", "f[R, S, 4, 8]", "sequence[R]"),
             {"causal": True, "window": 5, "keys": "cache"},
         ),
+        Sample(
+            ("f[B, T, 4, 8]", "f[B, T, 2, 8]", "f[B, T, 2, 6]", "sequence[R]", "i64[2]"),
+            {"dropout": 0.25},
+        ),
     ),
     invalid=(
         Sample(("f[B, T, 4, 8]", "f[B, T, 3, 8]", "f[B, T, 3, 8]"), {}, "4 query heads"),
@@ -259,6 +266,7 @@ def require_scalar(site: Site, attr: str, wanted: str, fits: Callable[[str], boo
         Sample(("f[B, T, 4, 8]", "f[B, 3, 4, 8]", "f[B, T, 4, 8]"), {}, "keys are [B, 3, 4]"),
         Sample(("f[B, T, 8]", "f[B, T, 8]", "f[B, T, 8]"), {}, "need four axes"),
         Sample(("f[B, T, 4, 8]", "F[B, T, 4, 8]", "f[B, T, 4, 8]"), {}, "q, k, v are f, F, f"),
+        Sample((*("f[B, T, 4, 8]",) * 3, "sequence[R]", "i64[3]"), {}, "dropout must be i64[2]"),
     ),
     ordered=True,
 )
@@ -267,10 +275,12 @@ def attention(
     k: Any,
     v: Any,
     seq: Rows,
+    dropout_key: Any = None,
     *,
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
+    dropout: float = 0.0,
     score: Callable[..., Any] | None = None,
     mask: Callable[..., Any] | None = None,
     keys: str = "tokens",
@@ -281,6 +291,9 @@ def attention(
     scale: D^−½ unless given.  window: a query sees the last `window` positions, itself included.
     score(s, i, j, h) changes a score, mask(i, j) keeps it; i and j are absolute positions of query
     and key.  keys: "tokens" when k and v lie as q does, "cache" when they lie as [row, position].
+    dropout: with a key, the rate at which probabilities become zero, the others divided by one
+    minus it; that of head h from token t of the grid to position j as `kept` says for row
+    t · H + h.
     """
     heads, group = q.shape[2], q.shape[2] // k.shape[2]
     scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -302,6 +315,7 @@ def attention(
             seen &= j > i - window
         if mask is not None:
             seen &= mask(i, j)
+        tokens = np.arange(start, stop)
         for head in range(heads):
             s = scale * (flat[start:stop, head] @ row_k[:, head // group].T)
             if score is not None:
@@ -311,6 +325,9 @@ def attention(
             p = np.exp(s - np.where(np.isfinite(top), top, 0))
             total_p = np.sum(p, axis=-1, keepdims=True)
             p = p / np.where(total_p == 0, 1, total_p)
+            if dropout_key is not None:
+                keep = kept(dropout_key, tokens * heads + head, total, dropout)[:, j[0]]
+                p = np.where(keep, p / (1 - dropout), 0)
             out[start:stop, head] = p @ row_v[:, head // group]
     return out.reshape(*q.shape[:3], v.shape[3])
 

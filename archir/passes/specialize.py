@@ -1,4 +1,4 @@
-"""specialize(phase, layout): sequences, positions and state become explicit.
+"""specialize(phase, layout, training): sequences, state and random keys become explicit.
 
     a = attention(q, k, v, causal=True)
   → full:     a = attention(q, k, v, seq, causal=True)
@@ -14,6 +14,10 @@
     y = short_conv(x, w)
   → full:     y = short_conv(x, w, seq)
   → decode:   y, after = short_conv(x, w, conv_window, seq);  store(after, path="conv.window")
+
+    y = dropout(x, rate=0.1)
+  → without training:  x
+  → with training:     y = dropout(x, key, rate=0.1),  key: i64[2] = key("dropout_0")
 
 The entry makes the sequence once, `seq = dense(tokens, length)` or, with the layout "ragged",
 `seq = ragged(tokens, start, stop, length)`; functions that need it take it as their last operand.
@@ -31,7 +35,7 @@ from archir.dims import Poly
 from archir.ir import Function, Module, Op, Ref, Value
 from archir.ops import lookup
 from archir.ops.state import conv_window, rule_heads, state_axes
-from archir.passes.rewrite import Rewriter
+from archir.passes.rewrite import Rewriter, rewrite
 from archir.types import Sequence, Tensor
 
 PHASES = ("full", "prefill", "decode")
@@ -41,10 +45,16 @@ SOURCES = ("dense", "ragged")
 
 
 def is_specialized(module: Module) -> bool:
-    """Whether sequences are explicit: the entry makes one, or nothing needs one."""
+    """Whether sequences and keys are explicit: the entry makes one, or nothing needs any."""
     if any(op.kind in SOURCES for op in module.entry.ops):
         return True
-    return not _ordered_functions(module)
+    return not _ordered_functions(module) and (not drops(module) or bool(ir.fields(module, "key")))
+
+
+def drops(module: Module) -> bool:
+    """Whether training draws random numbers."""
+    ops = (op for function in module.functions for op in function.ops)
+    return any(op.kind == "dropout" or "dropout" in op.attrs for op in ops)
 
 
 def _ordered_functions(module: Module) -> set[str]:
@@ -57,8 +67,23 @@ def _ordered_functions(module: Module) -> set[str]:
     return found
 
 
-def specialize(module: Module, phase: str = "full", layout: str = "dense") -> Module:
-    """Makes sequences and state explicit; see the module's docstring."""
+def inference(module: Module) -> Module:
+    """A traced module without what it does in training only."""
+
+    def visit(new: Rewriter, op: Op) -> bool:
+        if op.kind == "dropout":
+            new.values[op.result] = new.value(op.values[0])
+        elif "dropout" in op.attrs:
+            new.copy(op, attrs={k: v for k, v in op.attrs.items() if k != "dropout"})
+        return op.kind == "dropout" or "dropout" in op.attrs
+
+    return rewrite(module, visit) if drops(module) else module
+
+
+def specialize(
+    module: Module, phase: str = "full", layout: str = "dense", training: bool = False
+) -> Module:
+    """Makes sequences, state and the keys of random ops explicit; see the module's docstring."""
     if phase not in PHASES or layout not in LAYOUTS:
         raise UnsupportedError(
             f"phase {phase!r} with layout {layout!r} is not built",
@@ -67,44 +92,148 @@ def specialize(module: Module, phase: str = "full", layout: str = "dense") -> Mo
         )
     if phase != "full":
         _refuse_only_full(module, phase)
+    module = module if training else inference(module)
     ordered = _ordered_functions(module)
     functions: dict[str, Function] = {}
     for function in module.functions:
+        new = _Specialized(function, functions, phase != "full")
         if function.name in ordered or (function.role == "entry" and _tokens(function)):
-            functions[function.name] = _function(
-                function, functions, ordered, phase != "full", layout
-            )
-        else:
-            functions[function.name] = function
+            new.make_sequence(layout)
+        functions[function.name] = new.run(ordered)
     return Module(ir.callees_first(functions, module.entry.name))
 
 
-def _function(
-    function: Function,
-    functions: dict[str, Function],
-    ordered: set[str],
-    stateful: bool,
-    layout: str,
-) -> Function:
-    new = Rewriter(function, functions)
-    new.keep_signature()
-    if function.role == "entry":
-        seq = _make_sequence(new, stateful, layout)
-    else:
-        seq = new.input("seq", Sequence(dims.symbol("R")))
-    counts: dict[str, int] = {}
-    for op in function.ops:
-        operands = tuple(new[x] for x in op.operands)
-        if op.kind in _STATEFUL:
-            ordinal = counts.get(op.kind, 0)
-            counts[op.kind] = ordinal + 1
-            name = op.attrs.get("name", f"{op.kind}_{ordinal}")
-            _STATEFUL[op.kind](new, op, name, seq, stateful)
-        elif lookup(op.kind).ordered or (op.kind == "call" and op.attrs["callee"].name in ordered):
-            new.copy(op, (*operands, seq))
+class _Specialized(Rewriter):
+    """One function being specialised; `seq` is its sequence, where it needs one."""
+
+    def __init__(self, old: Function, functions: dict[str, Function], stateful: bool) -> None:
+        super().__init__(old, functions)
+        self.stateful = stateful
+        self.seq: Value | None = None
+        self.keep_signature()
+
+    def make_sequence(self, layout: str) -> None:
+        """The entry makes the sequence, with the length of the state; others are given it."""
+        if self.old.role != "entry":
+            self.seq = self.input("seq", Sequence(dims.symbol("R")))
+            return
+        tokens = _tokens(self.old)
+        if tokens is None:
+            raise UnsupportedError(
+                f"{self.old.name} orders tokens, but none of its inputs is [B, T, …]",
+                code="tokens-input",
+                loc=self.old.loc,
+                next='give it an input with tokens, for example x: "f[B, T, width]"',
+            )
+        per_row = Tensor("i64", (dims.symbol("R"),))
+        places = []
+        if layout == "ragged":
+            places = [self.input("start", per_row), self.input("stop", per_row)]
+        if not self.stateful:
+            self.seq = self.emit(layout, tokens, *places, hint="seq")
+            return
+        length = self.field("state", "length", per_row, kind="length")
+        seq = self.seq = self.emit(layout, tokens, *places, length, hint="seq")
+        self.emit("store", self.emit("advance", seq, hint="length"), path="length")
+
+    def run(self, ordered: set[str]) -> Function:
+        """The function with what its ops left unsaid; `ordered` functions take the sequence."""
+        counts: dict[str, int] = {}
+        for op in self.old.ops:
+            if op.kind in _EXPLICIT:
+                ordinal = counts.get(op.kind, 0)
+                counts[op.kind] = ordinal + 1
+                name = op.attrs.get("name", f"{op.kind}_{ordinal}")
+                plain = replace(op, attrs={k: v for k, v in op.attrs.items() if k != "name"})
+                _EXPLICIT[op.kind](self, plain, name)
+            elif self._takes_sequence(op, ordered):
+                self.copy(op, (*(self[x] for x in op.operands), self.sequence))
+            else:
+                self.copy(op)
+        return self.finish()
+
+    @staticmethod
+    def _takes_sequence(op: Op, ordered: set[str]) -> bool:
+        calls = op.kind == "call" and op.attrs["callee"].name in ordered
+        return lookup(op.kind).ordered or calls
+
+    @property
+    def sequence(self) -> Value:
+        """The sequence of a function that orders tokens."""
+        assert self.seq is not None
+        return self.seq
+
+    @property
+    def rows(self) -> int | Poly:
+        """The rows of its sequence."""
+        assert isinstance(self.sequence.type, Sequence)
+        return self.sequence.type.rows
+
+    def kept(self, path: str, type_: Tensor, kind: str) -> Value:
+        """The entry of the state at a path."""
+        return self.field("state", path, type_, kind=kind)
+
+    def key(self, name: str) -> Value:
+        """The key of a random op."""
+        return self.field("key", name, Tensor("i64", (2,)))
+
+
+def _dropout(new: _Specialized, op: Op, name: str) -> None:
+    new.copy(op, (new.value(op.values[0]), new.key(name)))
+
+
+def _attention(new: _Specialized, op: Op, name: str) -> None:
+    q, k, v = (new.value(x) for x in op.values)
+    key = (new.key(f"{name}.dropout"),) if "dropout" in op.attrs else ()
+    if not new.stateful:
+        new.copy(op, (q, k, v, new.sequence, *key))
+        return
+    caches = []
+    for part, value in (("k", k), ("v", v)):
+        assert isinstance(value.type, Tensor)
+        shape = (new.rows, dims.symbol("P"), *value.type.shape[2:])
+        path = f"{name}.{part}"
+        old = new.kept(path, Tensor(value.type.dtype, shape), "kv")
+        cache = new.emit("append", old, value, new.sequence, hint=f"{part}_all", loc=op.loc)
+        new.emit("store", cache, path=path, loc=op.loc)
+        caches.append(cache)
+    new.copy(op, (q, *caches, new.sequence, *key), {**op.attrs, "keys": "cache"})
+
+
+def _state_update(new: _Specialized, op: Op, name: str) -> None:
+    rule = new.functions[op.attrs["rule"].name]
+    operands = [new.value(x) for x in op.values]
+    shapes, states = state_shapes(rule, operands, new.rows), []
+    for label, shape in shapes:
+        if new.stateful:
+            states.append(new.kept(f"{name}.{label}", Tensor("F", shape), "matrix"))
         else:
-            new.copy(op)
-    return new.finish()
+            states.append(new.emit("fill", shape=shape, value=0.0, hint=label, loc=op.loc))
+    made = new.copy(op, (*operands, *states, new.sequence))
+    if new.stateful:
+        for (label, _), value in zip(shapes, made[len(op.results) :], strict=True):
+            new.emit("store", value, path=f"{name}.{label}", loc=op.loc)
+
+
+def _short_conv(new: _Specialized, op: Op, name: str) -> None:
+    x, w = (new.value(v) for v in op.values)
+    if not new.stateful:
+        new.copy(op, (x, w, new.sequence))
+        return
+    assert isinstance(x.type, Tensor) and isinstance(w.type, Tensor)
+    path = f"{name}.window"
+    window = new.kept(path, conv_window(x.type, w.type, new.rows), "conv")
+    _, after = new.copy(op, (x, w, window, new.sequence))
+    new.emit("store", after, path=path, loc=op.loc)
+
+
+# Ops that keep something between calls, or draw: how each says so.
+_EXPLICIT = {
+    "attention": _attention,
+    "state_update": _state_update,
+    "short_conv": _short_conv,
+    "dropout": _dropout,
+}
 
 
 def _tokens(function: Function) -> Value | None:
@@ -163,87 +292,6 @@ def _refuse_only_full(module: Module, phase: str) -> None:
         if op.kind == "attention"
         else "use the phase full, or say it with causal attention or a recurrence",
     )
-
-
-def _make_sequence(new: Rewriter, stateful: bool, layout: str) -> Value:
-    tokens = _tokens(new.old)
-    if tokens is None:
-        raise UnsupportedError(
-            f"{new.old.name} orders tokens, but none of its inputs is [B, T, …]",
-            code="tokens-input",
-            loc=new.old.loc,
-            next='give it an input with tokens, for example x: "f[B, T, width]"',
-        )
-    per_row = Tensor("i64", (dims.symbol("R"),))
-    places = []
-    if layout == "ragged":
-        places = [new.input("start", per_row), new.input("stop", per_row)]
-    if not stateful:
-        return new.emit(layout, tokens, *places, hint="seq")
-    length = new.field("state", "length", per_row, kind="length")
-    seq = new.emit(layout, tokens, *places, length, hint="seq")
-    new.emit("store", new.emit("advance", seq, hint="length"), path="length")
-    return seq
-
-
-def _without_name(op: Op) -> dict[str, object]:
-    return {k: v for k, v in op.attrs.items() if k != "name"}
-
-
-def _attention(new: Rewriter, op: Op, name: str, seq: Value, stateful: bool) -> None:
-    q, k, v = (new[x] for x in op.operands)
-    attrs = _without_name(op)
-    if not stateful:
-        new.copy(op, (q, k, v, seq), attrs)
-        return
-    assert isinstance(seq.type, Sequence)
-    caches = []
-    for part, value in (("k", k), ("v", v)):
-        assert isinstance(value, Value) and isinstance(value.type, Tensor)
-        shape = (seq.type.rows, dims.symbol("P"), *value.type.shape[2:])
-        path = f"{name}.{part}"
-        old = new.field("state", path, Tensor(value.type.dtype, shape), kind="kv")
-        cache = new.emit("append", old, value, seq, hint=f"{part}_all", loc=op.loc)
-        new.emit("store", cache, path=path, loc=op.loc)
-        caches.append(cache)
-    new.copy(op, (q, *caches, seq), {**attrs, "keys": "cache"})
-
-
-def _state_update(new: Rewriter, op: Op, name: str, seq: Value, stateful: bool) -> None:
-    rule = new.functions[op.attrs["rule"].name]
-    operands = [new.value(x) for x in op.values]
-    states = []
-    assert isinstance(seq.type, Sequence)
-    for label, shape in state_shapes(rule, operands, seq.type.rows):
-        if stateful:
-            path = f"{name}.{label}"
-            states.append(new.field("state", path, Tensor("F", shape), kind="matrix"))
-        else:
-            states.append(new.emit("fill", shape=shape, value=0.0, hint=label, loc=op.loc))
-    made = new.copy(op, (*operands, *states, seq), _without_name(op))
-    if stateful:
-        for (label, _), value in zip(
-            state_shapes(rule, operands, seq.type.rows), made[len(op.results) :], strict=True
-        ):
-            new.emit("store", value, path=f"{name}.{label}", loc=op.loc)
-
-
-def _short_conv(new: Rewriter, op: Op, name: str, seq: Value, stateful: bool) -> None:
-    x, w = (new.value(v) for v in op.values)
-    attrs = _without_name(op)
-    if not stateful:
-        new.copy(op, (x, w, seq), attrs)
-        return
-    assert isinstance(x.type, Tensor) and isinstance(w.type, Tensor)
-    assert isinstance(seq.type, Sequence)
-    path = f"{name}.window"
-    window = new.field("state", path, conv_window(x.type, w.type, seq.type.rows), kind="conv")
-    _, after = new.copy(op, (x, w, window, seq), attrs)
-    new.emit("store", after, path=path, loc=op.loc)
-
-
-# Ops that keep something between calls: how each gets its state.
-_STATEFUL = {"attention": _attention, "state_update": _state_update, "short_conv": _short_conv}
 
 
 def state_shapes(

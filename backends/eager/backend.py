@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import archir.philox
 import archir.sequence
 from archir.compile import Request
 from archir.ir import Module, Op
@@ -23,7 +24,7 @@ from backends.eager.names import class_names, function_names
 from backends.eager.ops import EMIT, UNSUPPORTED
 from backends.eager.tree import emit_tree
 from backends.runtime import cache, weights
-from backends.runtime.model import Model
+from backends.runtime.model import Model, program_name
 from backends.runtime.runner import Runner
 from backends.runtime.state import DTYPES
 
@@ -49,6 +50,7 @@ class Eager:
             "__init__.py": f'"""{title}, emitted by archir."""\n',
             "support.py": _source(support),
             "cache.py": _source(growing),
+            "philox.py": _source(archir.philox),
             "sequence.py": _source(archir.sequence),
             "modules.py": emit_tree(module, title),
         }
@@ -80,12 +82,14 @@ class Eager:
         """A model behind NumPy arrays, for `archir.check`."""
         return Runner(self.build(request))
 
-    def program(self, model: Model, phase: str, head: str, layout: str) -> Callable[..., Any]:
+    def program(
+        self, model: Model, phase: str, head: str, layout: str, training: bool
+    ) -> Callable[..., Any]:
         """Emits, writes and loads one phase of a model; its entry function."""
         request = model._request
-        module = model.lowered(phase, head, layout)
-        name = f"{phase}_{layout}_{head}"
-        title = f"{request.name}: {phase}, {layout}, head {head}"
+        module = model.lowered(phase, head, layout, training)
+        name = program_name(phase, head, layout, training)
+        title = f"{request.name}: {phase}, {layout}, head {head}" + ", training" * training
         cache.write(model._folder, {f"{name}.py": self.emit_program(module, request.module, title)})
         return getattr(self.load(model._folder, name), function_names(module)[module.entry.name])
 
@@ -108,8 +112,9 @@ def _source(module: ModuleType) -> str:
     """A module's source as it lies beside emitted files, which import nothing but torch."""
     assert module.__file__ is not None
     text = Path(module.__file__).read_text()
-    text = text.replace("from archir.sequence import", "from .sequence import")
-    return text.replace("from backends.eager.cache import", "from .cache import")
+    for name in ("archir.philox", "archir.sequence", "backends.eager.cache"):
+        text = text.replace(f"from {name} import", f"from .{name.rpartition('.')[2]} import")
+    return text
 
 
 EAGER = Eager()

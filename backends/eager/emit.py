@@ -41,12 +41,14 @@ _DEVICE = ".device"  # stands among the symbols, which have no dots
 class Program:
     """What printing a function must know of its module.
 
-    names: Python names of functions.  stateful: functions that take `state`.  linears: for each
-    function, its scopes that are nn.Linear.  emit: how each kind of op is printed.
+    names: Python names of functions.  stateful: functions that take `state`.  drawing: functions
+    that take the call's `seed`.  linears: for each function, its scopes that are nn.Linear.
+    emit: how each kind of op is printed.
     """
 
     names: Mapping[str, str]
     stateful: Collection[str]
+    drawing: Collection[str]
     linears: Mapping[str, Collection[str]]
     emit: Mapping[str, Emitter]
 
@@ -87,6 +89,8 @@ class Printer:
             return self.names[operand]
         if field.kind == "state":
             return self.state(field.path)
+        if field.kind == "key":
+            return f"ar.key(self, {quoted(field.path)}, seed)"
         if not tree.pinned(field):
             return tree.access("self", field.path)
         place, (_, leaf) = _float32(field), tree.split_path(field.path)
@@ -172,6 +176,10 @@ class Printer:
         """Whether a function takes `state`."""
         return ref.name in self.program.stateful
 
+    def draws(self, ref: Ref) -> bool:
+        """Whether a function takes `seed`."""
+        return ref.name in self.program.drawing
+
     def field_kind(self, path: str) -> str:
         """The kind of the field at a path."""
         field = self.function.field_of(path)
@@ -215,6 +223,7 @@ class Printer:
             returned = "{" + ", ".join(f"{quoted(n)}: {self(v)}" for n, v in pairs) + "}"
         plain = function.role in ("body", "pointwise", "rule")
         head = ([] if plain else ["self"]) + inputs
+        head += ["seed"] if function.name in self.program.drawing else []
         head += ["state"] if function.name in self.program.stateful else []
         pairs = zip(inputs, function.inputs, strict=True)
         text = [f"def {self.program.names[function.name]}({', '.join(head)}):"]
@@ -225,7 +234,7 @@ class Printer:
 
     def _read_inputs(self) -> None:
         """Sizes and the device can be read from inputs, then from what the function's scope has."""
-        fields = [f for f in self.function.fields if f.kind != "tap"]
+        fields = [f for f in self.function.fields if f.kind not in ("tap", "key")]
         for value in (*self.function.inputs, *(f.value for f in fields)):
             self._read(value)
             place = f"{self(value)}[0]" if isinstance(value.type, List) else self(value)
@@ -366,11 +375,12 @@ def _last_uses(function: Function) -> dict[Value, int]:
     return found
 
 
-def stateful(module: Module) -> set[str]:
-    """Functions that take `state`: they own an entry, or call one that does."""
+def owners(module: Module, kind: str) -> set[str]:
+    """Functions that own a field of a kind, or call one that does: those of states take `state`,
+    those of keys the call's `seed`."""
     found: set[str] = set()
     for function in module.functions:
-        owns = any(f.kind == "state" for f in function.fields)
+        owns = any(f.kind == kind for f in function.fields)
         calls = any(op.kind == "call" and op.attrs["callee"].name in found for op in function.ops)
         if owns or calls:
             found.add(function.name)
@@ -391,7 +401,8 @@ def emit_program(
 ) -> str:
     """The source of a lowered module; `traced` decides which scopes are nn.Linear modules."""
     linears = {f.name: tree.linears(f) for f in traced.functions}
-    program = Program(function_names(module), stateful(module), linears, emit)
+    stateful, drawing = owners(module, "state"), owners(module, "key")
+    program = Program(function_names(module), stateful, drawing, linears, emit)
     about = "Emitted by archir from the spec; one line per op, its shape and its line."
     imports = "import torch\nimport torch.nn.functional as F\n\nfrom . import support as ar"
     head = f'"""{title}\n\n{about}\n"""\n\n{imports}'

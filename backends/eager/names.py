@@ -9,7 +9,7 @@ from collections.abc import Container
 from archir.ir import Module
 
 # Keywords, builtins, imports and parameters of emitted functions.
-RESERVED = frozenset({"self", "state", "torch", "F", "ar", *keyword.kwlist, *dir(builtins)})
+RESERVED = frozenset({"self", "seed", "state", "torch", "F", "ar", *keyword.kwlist, *dir(builtins)})
 
 
 def free(hint: str, taken: Container[str]) -> str:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from archir.philox import fold, philox, threshold
 from archir.sequence import Rows
 from backends.eager.cache import Cache, places
 
@@ -248,34 +249,74 @@ def _behind_windows(seq: Rows, past: int, device: torch.device) -> tuple[Tensor,
     return seq.memo[key]
 
 
+def key(module: nn.Module, name: str, seed: int) -> tuple[int, int]:
+    """The key of a random op of a scope, from the seed of the call."""
+    return fold(seed, f"{getattr(module, 'scope', '')}.{name}".lstrip("."))
+
+
+def kept(key: tuple[int, int], rows: Tensor, count: int, rate: float) -> Tensor:
+    """Which of `count` elements of each row [*rows] stay, bool[*rows, count].
+
+    Element i of row r is kept where word i mod 4 of counter (i // 4, r) reaches rate · 2³². On a
+    CPU counters are taken in parts that stay in the cache.
+    """
+    blocks = -(-count // 4)
+    size = blocks if rows.is_cuda else max(1, 2**16 // max(rows.numel(), 1))
+    zero, least, made = torch.zeros_like(rows)[..., None], threshold(rate), []
+    for start in range(0, max(blocks, 1), max(size, 1)):
+        block = torch.arange(start, min(start + size, blocks), device=rows.device)
+        words = philox(key, (block, rows[..., None], zero, zero))
+        made.append((torch.stack(torch.broadcast_tensors(*words), -1) >= least).flatten(-2))
+    return torch.cat(made, -1)[..., :count]
+
+
+def dropout(x: Tensor, key: tuple[int, int], rate: float) -> Tensor:
+    """x / (1 − rate) with each element zero at this rate, as the interpreter draws it."""
+    keep = kept(key, torch.zeros((), dtype=torch.int64, device=x.device), x.numel(), rate)
+    return torch.where(keep.view(x.shape), x / (1 - rate), 0)
+
+
 def attention(
     q: Tensor,
     k: Tensor | Cache,
     v: Tensor | Cache,
     seq: Rows,
+    dropout_key: tuple[int, int] | None = None,
     *,
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
+    dropout: float = 0.0,
     score: Callable[..., Tensor] | None = None,
     mask: Callable[..., Tensor] | None = None,
     keys: str = "tokens",
+    first: int = 0,
 ) -> Tensor:
     """softmax(scale · q kᵀ) v; q is [B, T, H, D], k and v [B, S, G, ·] with G dividing H.
 
     Padded or packed rows are computed one by one, each as if it were alone. A mask is materialised
     only where neither "no mask" nor "causal square" says it: with fewer queries than keys,
-    is_causal aligns at the top left, which is not what a past means.
+    is_causal aligns at the top left, which is not what a past means. Scores are materialised where
+    a function changes them, and where probabilities are dropped; `first` is the place of the first
+    query on the token grid.
     """
     k = k.rows if isinstance(k, Cache) else k
     v = v.rows if isinstance(v, Cache) else v
     if not seq.full:
-        how = {"causal": causal, "window": window, "scale": scale, "score": score, "mask": mask}
+        how = {
+            "causal": causal, "window": window, "scale": scale, "score": score, "mask": mask,
+            "dropout_key": dropout_key, "dropout": dropout,
+        }  # fmt: skip
         return _row_by_row(q, k, v, seq, keys, how)
     n, m, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     window = None if window is None or window >= m else window
-    if score is not None:
-        return _scored(q, k, v, seq, causal, window, scale, score, mask)
+    if score is not None or dropout_key is not None:
+        keep = None
+        if dropout_key is not None:
+            token = first + torch.arange(q.shape[0] * n, device=q.device).view(-1, 1, n)
+            rows = token * q.shape[2] + torch.arange(q.shape[2], device=q.device)[:, None]
+            keep = kept(dropout_key, rows, m, dropout), 1 - dropout
+        return _scored(q, k, v, seq, causal, window, scale, score, mask, keep)
     hidden = (causal and n > 1) or window is not None or mask is not None
     hidden = hidden or not seq.uniform
     square = causal and n == m and window is None and mask is None
@@ -301,7 +342,7 @@ def _row_by_row(
         else:
             row_k, row_v = (x.flatten(0, 1)[None, start:stop] for x in (k, v))
         made.append(flat.new_zeros(start - at, *q.shape[2:3], v.shape[3]))
-        alone = attention(flat[None, start:stop], row_k, row_v, seq.single(row), **how)
+        alone = attention(flat[None, start:stop], row_k, row_v, seq.single(row), first=start, **how)
         made.append(alone[0])
         at = stop
     made.append(flat.new_zeros(flat.shape[0] - at, *q.shape[2:3], v.shape[3]))
@@ -351,23 +392,27 @@ def _scored(
     causal: bool,
     window: int | None,
     scale: float | None,
-    score: Callable[..., Tensor],
+    score: Callable[..., Tensor] | None,
     mask: Callable[..., Tensor] | None,
+    keep: tuple[Tensor, float] | None,
 ) -> Tensor:
-    """Attention whose scores a function changes: they are materialised, in float32 at least."""
+    """Attention that materialises its scores [B, H, n, m], in float32 at least: a function changes
+    them, or probabilities are dropped (which are kept, and how many)."""
     n, m, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     w = wide(q.dtype)
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     s = torch.einsum("bihd,bjhd->bhij", q.to(w), k.to(w))
     s = s * (q.shape[3] ** -0.5 if scale is None else scale)
-    i, j = _query_key(q.device, n, m, seq)
-    h = torch.arange(q.shape[2], device=q.device)[:, None, None]
-    s = score(s, i, j, h)
+    if score is not None:
+        i, j = _query_key(q.device, n, m, seq)
+        s = score(s, i, j, torch.arange(q.shape[2], device=q.device)[:, None, None])
     if causal or window is not None or mask is not None or not seq.uniform:
         seen = _seen(q.device, n, m, seq, causal, window, mask)
         s = torch.where(seen, s, -torch.inf)
     # a query that sees nothing gives zero, as the meaning says
     p = torch.softmax(s, -1).nan_to_num(0.0)
+    if keep is not None:
+        p = torch.where(keep[0], p / keep[1], 0)
     return torch.einsum("bhij,bjhd->bihd", p, v.to(w)).to(q.dtype)
 
 

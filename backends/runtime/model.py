@@ -6,6 +6,7 @@ that hooks, sharding and checkpointing see it; programs are lowered and emitted 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ from archir.draw import draw
 from archir.inputs import context, vocabulary
 from archir.ir import Module
 from archir.layout import Layout, check_total, tensor
-from archir.passes.specialize import only_full
+from archir.passes.specialize import drops, only_full
 from archir.pipeline import lower
 from archir.types import Tensor, is_float
 from backends.runtime import pieces
@@ -39,8 +40,10 @@ class Model(nn.Module):
 
     def _attach(self, request: Request, backend: Any, folder: Path) -> None:
         self._request, self._backend, self._folder = request, backend, folder
-        self._programs: dict[tuple[str, str, str], Callable[..., Any]] = {}
-        self._lowered: dict[tuple[str, str, str], Module] = {}
+        self._programs: dict[tuple[str, str, str, bool], Callable[..., Any]] = {}
+        self._lowered: dict[tuple[str, str, str, bool], Module] = {}
+        self._drops = drops(request.module)
+        self.eval()
         self._filled: bool | None = None  # None: by whoever loads the state dict
         self._checked: tuple[Any, ...] | None = None
         self._limit = context(request.module)
@@ -67,12 +70,15 @@ class Model(nn.Module):
         state: State | None = None,
         targets: Any = None,
         rows: Bounds | None = None,
+        seed: int | None = None,
     ) -> Any:
         """Logits [B, T, vocab] of tokens [B, T], or what `phase` and `head` ask for.
 
         lengths: tokens of each row, the rest is `padding`.  cu_seqlens: ends of sequences packed in
         one line [1, T].  rows: (start, stop) of every row on the grid read line by line, where they
-        are known already. Outputs at padding are finite and otherwise unspecified.
+        are known already.  seed: of dropout, which only `model.train()` turns on; each call draws
+        one from torch's generator unless it is given. Outputs at padding are finite and otherwise
+        unspecified.
         """
         self._check_ready()
         x = self._input(tokens)
@@ -81,11 +87,12 @@ class Model(nn.Module):
         if rows is not None:
             new = [b - a for a, b in zip(*rows, strict=True)]
         given = [x, *inputs, *(rows or ())]
-        layout = "dense" if rows is None else "ragged"
+        given += [] if targets is None else [self._targets(targets, x)]
+        drawn = self._seed(seed)
+        program = phase, head, "dense" if rows is None else "ragged", bool(drawn)
         if phase == "full":
             self._check_context(new, [0] * len(new))
-            given += [] if targets is None else [self._targets(targets, x)]
-            return self.program("full", head, layout)(self, *given)
+            return self.program(*program)(self, *given, *drawn)
         if state is None:
             state = self.empty_state(len(new))
         state.check(self)
@@ -96,12 +103,24 @@ class Model(nn.Module):
                 next="decode with as many rows as the state was made with",
             )
         self._check_context(new, state.lengths)
-        run = self.program(phase, head, layout)
+        run = self.program(*program)
         entries, draft = state.take(self), None
-        if phase == "decode":
+        if phase == "decode" and not drawn:  # what is run again would be drawn anew
             draft = states.draft(entries, self.state_schema, [x, *inputs], rows, new)
-        made = run(self, *given, entries)
+        made = run(self, *given, *drawn, entries)
         return made, State(entries, self, draft)
+
+    def _seed(self, given: int | None) -> list[int]:
+        """The seed of this call's dropout; none where nothing is drawn."""
+        if given is not None and not self.training:
+            raise MismatchError(
+                f"seed={given} is of dropout, and the model is in evaluation mode",
+                code="seed-eval",
+                next="call model.train() to drop, or leave seed out",
+            )
+        if not (self.training and self._drops):
+            return []
+        return [int(torch.randint(2**63 - 1, ())) if given is None else operator.index(given)]
 
     def prefill(
         self,
@@ -199,22 +218,24 @@ class Model(nn.Module):
 
     # ---- programs
 
-    def lowered(self, phase: str = "full", head: str = "all", layout: str = "dense") -> Module:
+    def lowered(
+        self, phase: str = "full", head: str = "all", layout: str = "dense", training: bool = False
+    ) -> Module:
         """The lowered module of a phase."""
-        key = (phase, head, layout)
+        key = (phase, head, layout, training)
         if key not in self._lowered:
             o = self._request.options
             self._lowered[key] = lower(
                 self._request.module, phase, layout, dtype=o.dtype, form=o.form, head=head,
-                param_dtype=o.param_dtype, state_dtype=o.state_dtype,
+                param_dtype=o.param_dtype, state_dtype=o.state_dtype, training=training,
             )  # fmt: skip
         return self._lowered[key]
 
     def program(
-        self, phase: str = "full", head: str = "all", layout: str = "dense"
+        self, phase: str = "full", head: str = "all", layout: str = "dense", training: bool = False
     ) -> Callable[..., Any]:
         """The emitted entry function of a phase."""
-        key = (phase, head, layout)
+        key = (phase, head, layout, training)
         if key not in self._programs:
             self._programs[key] = self._backend.program(self, *key)
         return self._programs[key]
@@ -223,7 +244,7 @@ class Model(nn.Module):
     def files(self) -> list[Path]:
         """The emitted files so far."""
         shared = (p for p in self._folder.glob("*.py") if p.name[0] != ".")
-        phases = {f"{phase}_{layout}_{head}.py" for phase, head, layout in self._programs}
+        phases = {f"{program_name(*key)}.py" for key in self._programs}
         known = ("full_", "prefill_", "decode_")
         return sorted(p for p in shared if p.name in phases or not p.name.startswith(known))
 
@@ -455,6 +476,11 @@ class Model(nn.Module):
                 next="give one target per token: the next token, or -100 to ignore it",
             )
         return found.to(self.device, torch.int64)
+
+
+def program_name(phase: str, head: str, layout: str, training: bool) -> str:
+    """The name of the file with a program."""
+    return f"{phase}_{layout}_{head}" + "_training" * training
 
 
 def _scores(made: Any) -> torch.Tensor:

@@ -23,6 +23,7 @@ import torch
 from archir import dims, ir
 from archir.diagnostics import MismatchError, UnsupportedError, nearest
 from archir.ir import Function, Module
+from archir.passes.specialize import inference
 from archir.text import print_module
 from archir.types import Tensor
 
@@ -70,7 +71,8 @@ class Slot:
 class Schema:
     """What states of a spec look like; states go between models whose schemas are equal.
 
-    hash: of the traced module's canonical text, so it stands for the config, not for the weights.
+    hash: of the traced module's canonical text without dropout, so it stands for what the config
+    computes, not for the weights.
     module: the prefill that declares the entries; None where a file told the schema.
     """
 
@@ -105,7 +107,8 @@ class Schema:
 
 def schema_of(spec: str, traced: Module, module: Module) -> Schema:
     """The schema of a spec, from its prefill with concrete dtypes and recurrences still whole."""
-    digest = hashlib.sha256(print_module(traced, locs=False).encode()).hexdigest()[:16]
+    text = print_module(inference(traced), locs=False)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     axes = _matrix_axes(module)
     slots = {"length": Slot("length", "i64[R]")}
     for path, field in ir.fields(module, "state").items():
@@ -476,7 +479,7 @@ class State:
                 "there is no draft to accept a part of: this state does not come from a decode "
                 "of several tokens",
                 code="state-accept",
-                next="accept right after the decode that scored the draft",
+                next="accept right after the decode that scored the draft, made without dropout",
             )
         kept = self._per_row(n, "n")
         for row, (new, have) in enumerate(zip(kept, draft.counts, strict=True)):

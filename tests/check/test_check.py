@@ -72,14 +72,14 @@ def row(kind: str, text: str) -> Callable[[Any], None]:
 
 def keep_the_old_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """A break of `specialize`: the new matrix state is never stored."""
-    right = specialize._STATEFUL["state_update"]
+    right = specialize._EXPLICIT["state_update"]
 
-    def wrong(new: Any, op: Op, name: str, seq: Any, stateful: bool) -> None:
-        right(new, op, name, seq, stateful)
-        if stateful:
+    def wrong(new: Any, op: Op, name: str) -> None:
+        right(new, op, name)
+        if new.stateful:
             new.ops[:] = [o for o in new.ops if o.attrs.get("path") != f"{name}.S"]
 
-    monkeypatch.setitem(specialize._STATEFUL, "state_update", wrong)
+    monkeypatch.setitem(specialize._EXPLICIT, "state_update", wrong)
 
 
 # what is broken → how, the spec it shows in, and a phase whose cells must fail

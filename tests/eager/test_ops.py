@@ -232,7 +232,7 @@ def test_shapes(name: str, tmp_path: Path) -> None:
 def test_sizes_print_as_python() -> None:
     x = Value("x", Tensor("f64", (B, T)))
     function = Function("f", (x,), (), (), (x,), "entry")
-    p = Printer(function, Program({"f": "f"}, (), {}, EMIT))
+    p = Printer(function, Program({"f": "f"}, (), (), {}, EMIT))
     said = [p.dim(d) for d in (3, T, 2 * B * T - T + 1, dims.ceildiv(T, 64), -1 * T + B)]
     assert said == ["3", "T", "2 * B * T - T + 1", "-(-T // 64)", "B - T"]
     assert p.dim(3 * dims.ceildiv(T + 1, 64)) == "3 * -(-(T + 1) // 64)"

@@ -375,7 +375,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "a form that is not legal": lambda: choose_form(full(parse(MIXER)), "chunk"),
     "a stage that is none": lambda: lower(parse(MIXER), stage="expnd"),
     "a backend that is none": lambda: lower(parse(MIXER), backend="eagr"),
-    "training": lambda: lower(parse(MIXER), training=True),
     "a pointwise tail of a weight too": lambda: head(parse(_with_scale(SOFT_CAP)), "loss"),
     "decoding that looks ahead": lambda: decode(
         parse(ATTENTION.replace("causal=True, window=3", "causal=False, window=3"))

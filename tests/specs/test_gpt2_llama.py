@@ -169,7 +169,10 @@ def test_published_configs_are_the_presets():
     "theirs, ours",
     [
         (transformers.GPT2Config(), GPT2()),
-        (transformers.GPT2Config(n_inner=100, resid_pdrop=0.0), GPT2(inner=100)),
+        (
+            transformers.GPT2Config(n_inner=100, resid_pdrop=0.0),
+            GPT2(inner=100, residual_dropout=0.0),
+        ),
         (
             transformers.GPT2Config(tie_word_embeddings=False, layer_norm_epsilon=1e-6),
             GPT2(tied=False, eps=1e-6),

@@ -1,6 +1,6 @@
 """How eager prints each op: one file per family, mirroring `archir/ops`."""
 
-from backends.eager.ops import attention, control, elementwise, head, norm, state, tensor
+from backends.eager.ops import attention, control, elementwise, head, norm, random, state, tensor
 from backends.eager.ops.base import EMIT, UNSUPPORTED
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "elementwise",
     "head",
     "norm",
+    "random",
     "state",
     "tensor",
 ]

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 def call(p: Printer, op: Op) -> str:
     callee, scope = op.attrs["callee"], op.attrs["scope"]
     given = [p.function_name(callee), *(p(x) for x in op.operands)]
+    if p.draws(callee):
+        given.append("seed")
     if p.has_state(callee):
         given.append(p.state(scope))
     return f"{p.member(scope)}({', '.join(given)})"
