@@ -130,6 +130,10 @@ class Cache:
                 store.tensor[row, end:filled] = 0
         if seq.uniform and after:
             store.tensor[:, need - seq.length : need] = x
+        elif seq.longest > 1 and not x.is_cuda:  # a copy per row, many times faster than by index
+            flat = x.flatten(0, 1)
+            for row, (start, stop, past) in enumerate(seq):
+                store.tensor[row, past : past + stop - start] = flat[start:stop]
         else:
             row, position, token = places(seq, x.device)
             store.tensor[row, position] = x.flatten(0, 1)[token]

@@ -200,53 +200,63 @@ def short_conv(
     """φ(Σ_j w[:, j] · x_{t−W+1+j}) per row of x [B, T, C], and the last W − 1 inputs of each row.
 
     Before a row's first token lies its window [R, W − 1, C], zeros where there is none. Padded and
-    packed rows are laid one after another, each behind its window, and convolved as one line.
+    packed tokens are convolved as one line; the first W − 1 of each row are then done again, as
+    their window and the row before them meet there.
     """
     past = w.shape[1] - 1
     if window is None:
         window = x.new_zeros(len(seq), past, x.shape[2])
     if seq.full:
         line = torch.cat([window, x], 1)
-        return _convolved(line, w, activation), line[:, line.shape[1] - past :].clone()
-    source, token, place, end = _behind_windows(seq, past, x.device)
-    line = torch.cat([x.flatten(0, 1), window.flatten(0, 1)])[source]
-    y = _convolved(line[None], w, activation)[0, place]
-    return torch.zeros_like(x).flatten(0, 1).index_put((token,), y).view_as(x), line[end]
+        y, after = _convolved(line, w), line[:, line.shape[1] - past :].clone()
+    elif not x.numel():
+        y, after = x, window
+    else:
+        head, inputs, last = _windows(seq, past, x.device)
+        flat = x.flatten(0, 1)
+        y = _convolved(F.pad(flat, (0, 0, past, 0))[None], w)[0]
+        y[head] = _convolved(_inputs(flat, window, inputs), w)[:, 0]
+        y, after = y.view_as(x), _inputs(flat, window, last)
+    return (y if activation is None else activation(y)).to(x.dtype), after
 
 
-def _convolved(
-    line: Tensor, w: Tensor, activation: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
-    """φ(Σ_j w[:, j] · line[t + j]) for the L − W + 1 places t of [R, L, C], in float32 at least."""
+def _inputs(x: Tensor, window: Tensor, place: Tensor) -> Tensor:
+    """Inputs of convolutions by place: a token of x [N, C], or from −1 downwards one of the windows
+    [R, W − 1, C] read line by line."""
+    old = window.flatten(0, 1)[(-1 - place).clamp(min=0)]
+    return torch.where(place[..., None] < 0, old, x[place.clamp(min=0)])
+
+
+def _windows(seq: Rows, past: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens among the first `past` of their row [m], the places of their inputs [m, past + 1], and
+    those of the last `past` inputs of every row [R, past]; made once per sequence."""
+    key = ("windows", past, device)
+    if key not in seq.memo:
+        head: list[int] = []
+        inputs: list[list[int]] = []
+        last: list[list[int]] = []
+        for row, (start, stop, _) in enumerate(seq):
+            line = [*range(-1 - row * past, -1 - (row + 1) * past, -1), *range(start, stop)]
+            head += line[past : 2 * past]
+            inputs += [line[i : i + past + 1] for i in range(min(past, stop - start))]
+            last.append(line[len(line) - past :])
+        shapes = ((-1,), (-1, past + 1), (len(seq), past))
+        seq.memo[key] = tuple(
+            torch.tensor(found, dtype=torch.int64, device=device).view(shape)
+            for found, shape in zip((head, inputs, last), shapes, strict=True)
+        )
+    return seq.memo[key]
+
+
+def _convolved(line: Tensor, w: Tensor) -> Tensor:
+    """Σ_j w[:, j] · line[t + j] for the L − W + 1 places t of [R, L, C], in float32 at least."""
     dtype = torch.promote_types(wide(line.dtype), w.dtype)
     first, *taps = w.to(dtype).unbind(1)
-    n = max(line.shape[1] - len(taps), 0)
+    n = line.shape[1] - len(taps)
     y = first * line[:, :n].to(dtype)
     for j, tap in enumerate(taps, 1):
         y = y + tap * line[:, j : j + n].to(dtype)
-    return (y if activation is None else activation(y)).to(line.dtype)
-
-
-def _behind_windows(seq: Rows, past: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Indices for rows laid one after another, each behind its window of `past` inputs: where every
-    place of that line comes from, in the tokens [B·T] followed by the windows [R·past]; token and
-    place of every output, [n] each; the last places of every row, [R, past]."""
-    key = ("behind", past, device)
-    if key not in seq.memo:
-        source: list[int] = []
-        tokens: list[int] = []
-        places: list[int] = []
-        ends: list[list[int]] = []
-        for row, (start, stop, _) in enumerate(seq):
-            first = seq.batch * seq.length + row * past
-            tokens += range(start, stop)
-            places += range(len(source), len(source) + stop - start)
-            source += [*range(first, first + past), *range(start, stop)]
-            ends.append([*range(len(source) - past, len(source))])
-        made = [torch.tensor(x, dtype=torch.int64, device=device) for x in (source, tokens, places)]
-        end = torch.tensor(ends, dtype=torch.int64, device=device).view(len(seq), past)
-        seq.memo[key] = (*made, end)
-    return seq.memo[key]
+    return y
 
 
 def key(module: nn.Module, name: str, seed: int) -> tuple[int, int]:

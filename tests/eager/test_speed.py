@@ -14,8 +14,10 @@ import transformers
 
 import archir as ar
 from specs.gpt2 import GPT2
+from specs.llama import Llama
 from tests import oracle
 from tests.real import smollm2_path
+from tests.specs.conv import Conv, conv_lm
 
 pytestmark = pytest.mark.slow
 
@@ -106,3 +108,33 @@ def test_smollm2_greedy_decode(two_threads: None) -> None:
     bytes_ = peak(ours), peak(theirs)
     print(f"peak bytes {bytes_}")
     assert bytes_[0] <= bytes_[1]
+
+
+PACKED: dict[str, tuple[Any, Any]] = {
+    "gpt2": ("gpt2", GPT2(vocab=4096, width=256, layers=4, heads=4)),
+    "llama": ("llama", Llama(4096, 1024, 256, 688, 4, heads=4, kv_heads=2, head_dim=64)),
+    "conv": (conv_lm, Conv(vocab=4096, width=256, taps=(4, 4, 4, 4))),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_prefill(name: str, two_threads: None) -> None:
+    """32 sequences of 16 to 512 tokens in one line, beside a dense batch of as many tokens in
+    which as many pairs of tokens meet."""
+    spec, config = PACKED[name]
+    model = ar.compile(spec, config=config).init_weights(0)
+    rng = np.random.default_rng(0)
+    lengths = [16, 512, *rng.integers(16, 513, 30)]
+    total, pairs = sum(lengths), sum(n * n for n in lengths)
+    length = round(pairs / total)
+    rows = round(total / length)
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    line = torch.from_numpy(rng.integers(0, 4096, (1, total)))
+    batch = torch.from_numpy(rng.integers(0, 4096, (rows, length)))
+    assert abs(rows * length / total - 1) < 0.03 and abs(rows * length**2 / pairs - 1) < 0.03
+    with torch.no_grad():
+        found = 1 / ratio(
+            lambda: model.prefill(line, cu_seqlens=ends), lambda: model.prefill(batch), 7
+        )
+    print(f"\n{name}: packed [1, {total}] takes {found:.3f} of the time of [{rows}, {length}]")
+    assert found <= 1.2
