@@ -71,6 +71,12 @@ def random_inputs(
             inputs[value.name] = rng.standard_normal(shape) * 0.5
         else:
             inputs[value.name] = rng.integers(0, 2 if dtype == "bool" else top, shape)
+    for op in module.entry.ops:
+        if op.kind == "ragged":
+            start, stop = (value.name for value in op.values[1:3])
+            row = np.arange(binding["R"])
+            inputs[start] = row * binding["T"]
+            inputs[stop] = inputs[start] + np.maximum(binding["T"] - 2 * row, 0)
     states = fields(module, "state")
     if not states:
         return inputs, random_weights(module, seed), None

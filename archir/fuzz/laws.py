@@ -40,8 +40,10 @@ def runs(module: Module) -> None:
         interpret(module, inputs, weights, dtype=dtype)
 
 
-def lowers(module: Module, phase: str = "full", dtype: str = "bfloat16") -> None:
+def lowers(
+    module: Module, phase: str = "full", layout: str = "dense", dtype: str = "bfloat16"
+) -> None:
     """Every pass keeps the meaning, and the text law holds at every stage."""
-    lower(module, phase=phase, dtype=dtype, check=2)
+    lower(module, phase, layout, dtype=dtype, check=2)
     for stage in STAGES:
-        text(lower(module, phase=phase, dtype=dtype, stage=stage))
+        text(lower(module, phase, layout, dtype=dtype, stage=stage))

@@ -12,8 +12,8 @@ import archir as ar
 from archir.diagnostics import MismatchError
 from archir.inputs import random_inputs
 from archir.interp import empty_state, interpret, round_bf16
+from archir.passes.laws import compare_layouts, compare_phases
 from archir.passes.specialize import specialize
-from archir.pipeline import compare_phases
 from archir.text import parse
 from tests.goldens import check_golden
 from tests.specs.kda import KDA, kda_lm
@@ -26,6 +26,12 @@ PRESETS = [name for name in kda_lm.presets if name != "full"]
 def test_decode_and_prefill_in_pieces_are_full(preset: str, length: int) -> None:
     """D17, over the window of attention too: 4 of 9 tokens."""
     compare_phases(ar.trace(kda_lm, preset), length)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("lengths", [(3, 0, 6, 1), (0, 0), (4,)])
+def test_rows_laid_out_are_rows_alone(preset: str, lengths: tuple[int, ...]) -> None:
+    compare_layouts(ar.trace(kda_lm, preset), lengths)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -62,7 +62,14 @@ def test_passes_keep_the_meaning(module: Module) -> None:
 @given(modules("causal"))
 def test_decode_is_full(module: Module) -> None:
     note(str(module))
-    laws.lowers(module, phase="decode")
+    laws.lowers(module, "decode")
+
+
+@cases(25)
+@given(modules("causal"))
+def test_rows_laid_out_are_rows_alone(module: Module) -> None:
+    note(str(module))
+    laws.lowers(module, "decode", "ragged")
 
 
 SMALL = """

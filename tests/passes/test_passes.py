@@ -17,9 +17,10 @@ from archir.passes.canonicalize import canonicalize
 from archir.passes.choose_form import choices, choose_form
 from archir.passes.expand import expand
 from archir.passes.head import head
+from archir.passes.laws import compare
 from archir.passes.precision import precision
 from archir.passes.specialize import drop_taps, is_specialized, specialize
-from archir.pipeline import compare, lower
+from archir.pipeline import lower
 from archir.text import parse
 from archir.verify import verify
 from tests.goldens import check_golden

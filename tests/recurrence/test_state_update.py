@@ -12,7 +12,8 @@ from archir import dims, types
 from archir.diagnostics import PassError, ShapeError
 from archir.interp import interpret
 from archir.ir import Module, fields
-from archir.pipeline import compare_phases, lower
+from archir.passes.laws import compare_layouts, compare_phases
+from archir.pipeline import lower
 from archir.recurrence import Rule, recurrence
 from archir.trace import trace_entry
 from archir.types import Tensor
@@ -150,7 +151,9 @@ def test_expanded_and_in_pieces(name: str) -> None:
     _, module, _ = case(name)
     lower(module, "full", dtype="bfloat16", check=2)
     lower(module, "decode", dtype="bfloat16", check=2)
+    lower(module, "decode", "ragged", dtype="bfloat16", check=2)
     compare_phases(module)
+    compare_layouts(module)
 
 
 @recurrence("q:K k:K v:K -> o:K")
