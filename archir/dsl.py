@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import numbers
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -351,6 +352,13 @@ def short_conv(
     """
     program = current().program
     if isinstance(width, Traced):
+        if init is not None or dtype is not None:
+            raise SpecError(
+                "short_conv is given a weight, which has an init and a dtype of its own",
+                code="weight-given",
+                loc=source.caller()[0],
+                next="give init= and dtype= to ar.weight, or the number of taps to short_conv",
+            )
         w = width
     else:
         _named(name, "short_conv")
@@ -370,18 +378,19 @@ def dropout(x: Traced, rate: float, *, name: str | None = None) -> Traced:
     """While training, each element zero at this rate, the others divided by 1 − rate; else x.
 
     The mask is a function of the call's seed, the scope, `name` (by default the op's place among
-    the dropouts of its block) and the element's index; the interpreter draws the same.
+    the dropouts of its block) and the element's index in x; the interpreter draws the same. So it
+    depends on how rows are laid out, and calls that share a seed share masks.
     """
     _rate("dropout", rate)
-    current().enter_state("dropout", name)
     if not rate:
         return x
+    current().enter_state("dropout", name)
     attrs: dict[str, Any] = {} if name is None else {"name": name}
     return emit("dropout", x, rate=float(rate), hint=name or "dropout", **attrs)
 
 
 def _rate(what: str, rate: Any) -> None:
-    if not isinstance(rate, int | float) or not 0 <= rate < 1:
+    if not isinstance(rate, numbers.Real) or not 0 <= float(rate) < 1:
         raise SpecError(
             f"{what}: {rate!r} is no rate at which elements are dropped",
             code="dropout-rate",
@@ -437,13 +446,20 @@ def pointwise(fn: Callable[..., Any]) -> Pointwise:
 
 
 def _taking(fn: Callable[..., Any], what: str, given: Any) -> Callable[..., Any]:
-    """A score or mask function that takes what it will be given."""
+    """A function of an op (a score, a mask, an activation) that takes what it will be given."""
     bare = fn.fn if isinstance(fn, Pointwise) else fn
+    if not inspect.isfunction(bare):
+        raise SpecError(
+            f"{what}={bare!r} is no Python function",
+            code="argument-function",
+            loc=source.caller()[0],
+            next=f"give a function of ({', '.join(given)}), such as ar.silu or a lambda",
+        )
     try:
         inspect.signature(bare).bind(*given)
     except TypeError:
         wanted = f"({', '.join(given)})"
-        _refuse_arguments(bare, f"a {what} is given {wanted}", f"let it take {wanted}")
+        _refuse_arguments(bare, f"its {what} is given {wanted}", f"let it take {wanted}")
     return bare
 
 

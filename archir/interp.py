@@ -69,8 +69,7 @@ def interpret(
     if state is None and args:
         run.states = empty_state(module, len(args[0]), types.short_dtype(dtype))
     outputs = run.function(entry, args, "")
-    names = entry.names or tuple(v.name for v in entry.outputs)
-    return dict(zip(names, outputs, strict=True)), run.stored
+    return dict(zip(entry.output_names, outputs, strict=True)), run.stored
 
 
 def _by_position(entry: Function, inputs: list[Any] | tuple[Any, ...]) -> dict[str, Any]:

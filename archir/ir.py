@@ -125,6 +125,15 @@ class Function:
 
         return print_function(self)
 
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """A name of its own for every output: the spec's, or its value's; `x#1` for the second x."""
+        found: list[str] = []
+        for value in () if self.names else self.outputs:
+            times = sum(name.partition("#")[0] == value.name for name in found)
+            found.append(f"{value.name}#{times}" if times else value.name)
+        return self.names or tuple(found)
+
     def field_of(self, path: str) -> Field | None:
         """The field at a relative path."""
         return next((f for f in self.fields if f.path == path), None)

@@ -27,9 +27,9 @@ from archir.verify import verify
 class Options:
     """What a module is lowered for.
 
-    phase: full, prefill or decode.  layout: dense.  head: all, last or loss.  dtype: the model's.
-    form: auto, recurrent, chunk or parallel.  taps: whether inner values are kept.
-    training: whether dropout draws.
+    phase: full, prefill or decode.  layout: dense or ragged.  head: all, last or loss.
+    dtype: the model's.  form: auto, recurrent, chunk or parallel.  taps: whether inner values are
+    kept.  training: whether dropout draws.
     """
 
     phase: str = "full"
@@ -98,5 +98,5 @@ def lower(
         elif check > 1 and phase != "full":
             compare_phases(before)
         if check > 1 and name == "specialize" and layout == "ragged":
-            compare_layouts(before)
+            compare_layouts(before, phase)
     return module

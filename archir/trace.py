@@ -74,6 +74,7 @@ class Builder:
         self.ops: list[Op] = []
         self.scopes: dict[str, Loc | None] = {}
         self.states: dict[str, Loc | None] = {}
+        self._places: dict[str, int] = {}
         self._taken: dict[str, int] = {}
 
     def fresh(self, hint: str) -> str:
@@ -117,12 +118,31 @@ class Builder:
         self.scopes[name] = loc
 
     def enter_state(self, kind: str, name: str | None) -> None:
-        """Takes the name of an attention's or a rule's state; None is named by its order."""
-        if name is None:
-            return
+        """Takes the name of what an op keeps between calls, or draws by; None stands for the name
+        that `specialize` gives: the op's place among those of its kind."""
         loc, _ = source.caller()
+        what = "rule" if kind == "state_update" else kind
+        if self.role in SCALAR_ROLES:
+            raise SpecError(
+                f"{what} is used inside of the {self.role} function {self.name}, "
+                "which has no scope to keep anything in",
+                code="field-inside",
+                loc=loc,
+                next=f"use it outside, and give {self.name} what it makes",
+            )
+        place = self._places.setdefault(kind, 0)
+        self._places[kind] = place + 1
+        if name is None:
+            name = f"{kind}_{place}"
+        if not isinstance(name, str) or not name:
+            raise SpecError(
+                f"{what} has the name {name!r}, under which nothing can be kept",
+                code="state-name",
+                loc=loc,
+                next=f'give {what}(…, name="…") a text, or leave it out',
+            )
         if name in self.states:
-            raise _twice(f"{kind} {name!r}", self.states[name], loc)
+            raise _twice(f"{what} {name!r}", self.states[name], loc)
         self.states[name] = loc
 
     def finish(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from archir.diagnostics import ArchirError
 from archir.inputs import random_inputs
 from archir.interp import interpret
@@ -40,10 +42,9 @@ def runs(module: Module) -> None:
         interpret(module, inputs, weights, dtype=dtype)
 
 
-def lowers(
-    module: Module, phase: str = "full", layout: str = "dense", dtype: str = "bfloat16"
-) -> None:
+def lowers(module: Module, phase: str = "full", layout: str = "dense", **options: Any) -> None:
     """Every pass keeps the meaning, and the text law holds at every stage."""
-    lower(module, phase, layout, dtype=dtype, check=2)
+    options = {"dtype": "bfloat16", **options}
+    lower(module, phase, layout, check=2, **options)
     for stage in STAGES:
-        text(lower(module, phase, layout, dtype=dtype, stage=stage))
+        text(lower(module, phase, layout, stage=stage, **options))

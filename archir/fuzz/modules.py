@@ -216,6 +216,8 @@ def _attention(g: _Grow) -> None:
     if g.draw(st.booleans()):
         attrs["window"] = g.draw(st.integers(1, 4))
     if g.draw(st.booleans()):
+        attrs["dropout"] = g.draw(st.floats(0.1, 0.9))
+    if g.draw(st.booleans()):
         attrs["scale"] = g.draw(st.floats(0.1, 1))
     if g.draw(st.booleans()):
         attrs["name"] = g.path()
@@ -238,6 +240,11 @@ def _convolution(g: _Grow) -> None:
     taps = g.draw(st.integers(1, 3))
     named = {"name": g.path()} if g.draw(st.booleans()) else {}
     g.try_emit("short_conv", g.pick(_by_token(3)), g.weight(WIDTH, taps), **named)
+
+
+def _dropout(g: _Grow) -> None:
+    named = {"name": g.path()} if g.draw(st.booleans()) else {}
+    g.try_emit("dropout", g.pick(_is_float), rate=g.draw(st.floats(0.1, 0.9)), **named)
 
 
 def _pointwise(g: _Grow) -> None:
@@ -315,7 +322,7 @@ def _needs_sequence(kind: str) -> bool:
 
 STEPS = (
     _elementwise, _elementwise, _reduce, _move, _project, _attention, _recurrence, _convolution,
-    _pointwise, _loop, _call, _tap,
+    _dropout, _pointwise, _loop, _call, _tap,
 )  # fmt: skip
 
 

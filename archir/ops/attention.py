@@ -11,7 +11,7 @@ from archir import types
 from archir.diagnostics import MismatchError
 from archir.dims import Poly, symbol
 from archir.ops.base import Sample, Site, op
-from archir.ops.random import kept
+from archir.ops.random import keep_mask
 from archir.sequence import Rows
 from archir.types import Sequence, Tensor, Type
 
@@ -230,6 +230,13 @@ def _infer_attention(site: Site) -> tuple[Type, ...]:
     return (Tensor(q.dtype, (*q.shape[:3], v.shape[3])),)
 
 
+_SCALARS = {
+    "score": "return s, changed",
+    "mask": "compare, as in j > i - 128",
+    "activation": "return a function of x, as ar.silu does",
+}
+
+
 def require_scalar(site: Site, attr: str, wanted: str, fits: Callable[[str], bool]) -> None:
     """The function of an attribute returns one scalar of the wanted dtype."""
     if attr not in site.attrs:
@@ -240,7 +247,7 @@ def require_scalar(site: Site, attr: str, wanted: str, fits: Callable[[str], boo
         raise site.fail(
             f"{attr} {function.name} gives {', '.join(map(str, found))}, it must give {wanted}",
             "dtype-mismatch",
-            next="compare, as in j > i - 128" if attr == "mask" else "return s, changed",
+            next=_SCALARS[attr],
         )
 
 
@@ -292,7 +299,7 @@ def attention(
     score(s, i, j, h) changes a score, mask(i, j) keeps it; i and j are absolute positions of query
     and key.  keys: "tokens" when k and v lie as q does, "cache" when they lie as [row, position].
     dropout: with a key, the rate at which probabilities become zero, the others divided by one
-    minus it; that of head h from token t of the grid to position j as `kept` says for row
+    minus it; that of head h from token t of the grid to position j as `keep_mask` says for row
     t · H + h.
     """
     heads, group = q.shape[2], q.shape[2] // k.shape[2]
@@ -326,7 +333,7 @@ def attention(
             total_p = np.sum(p, axis=-1, keepdims=True)
             p = p / np.where(total_p == 0, 1, total_p)
             if dropout_key is not None:
-                keep = kept(dropout_key, tokens * heads + head, total, dropout)[:, j[0]]
+                keep = keep_mask(dropout_key, tokens * heads + head, total, dropout)[:, j[0]]
                 p = np.where(keep, p / (1 - dropout), 0)
             out[start:stop, head] = p @ row_v[:, head // group]
     return out.reshape(*q.shape[:3], v.shape[3])

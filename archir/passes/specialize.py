@@ -53,8 +53,11 @@ def is_specialized(module: Module) -> bool:
 
 def drops(module: Module) -> bool:
     """Whether training draws random numbers."""
-    ops = (op for function in module.functions for op in function.ops)
-    return any(op.kind == "dropout" or "dropout" in op.attrs for op in ops)
+    return any(_draws(op) for function in module.functions for op in function.ops)
+
+
+def _draws(op: Op) -> bool:
+    return op.kind == "dropout" or "dropout" in op.attrs
 
 
 def _ordered_functions(module: Module) -> set[str]:
@@ -73,9 +76,9 @@ def inference(module: Module) -> Module:
     def visit(new: Rewriter, op: Op) -> bool:
         if op.kind == "dropout":
             new.values[op.result] = new.value(op.values[0])
-        elif "dropout" in op.attrs:
+        elif _draws(op):
             new.copy(op, attrs={k: v for k, v in op.attrs.items() if k != "dropout"})
-        return op.kind == "dropout" or "dropout" in op.attrs
+        return _draws(op)
 
     return rewrite(module, visit) if drops(module) else module
 
@@ -104,18 +107,18 @@ def specialize(
 
 
 class _Specialized(Rewriter):
-    """One function being specialised; `seq` is its sequence, where it needs one."""
+    """One function being specialised."""
 
     def __init__(self, old: Function, functions: dict[str, Function], stateful: bool) -> None:
         super().__init__(old, functions)
         self.stateful = stateful
-        self.seq: Value | None = None
+        self._sequence: Value | None = None
         self.keep_signature()
 
     def make_sequence(self, layout: str) -> None:
         """The entry makes the sequence, with the length of the state; others are given it."""
         if self.old.role != "entry":
-            self.seq = self.input("seq", Sequence(dims.symbol("R")))
+            self._sequence = self.input("seq", Sequence(dims.symbol("R")))
             return
         tokens = _tokens(self.old)
         if tokens is None:
@@ -130,10 +133,10 @@ class _Specialized(Rewriter):
         if layout == "ragged":
             places = [self.input("start", per_row), self.input("stop", per_row)]
         if not self.stateful:
-            self.seq = self.emit(layout, tokens, *places, hint="seq")
+            self._sequence = self.emit(layout, tokens, *places, hint="seq")
             return
         length = self.field("state", "length", per_row, kind="length")
-        seq = self.seq = self.emit(layout, tokens, *places, length, hint="seq")
+        seq = self._sequence = self.emit(layout, tokens, *places, length, hint="seq")
         self.emit("store", self.emit("advance", seq, hint="length"), path="length")
 
     def run(self, ordered: set[str]) -> Function:
@@ -160,8 +163,8 @@ class _Specialized(Rewriter):
     @property
     def sequence(self) -> Value:
         """The sequence of a function that orders tokens."""
-        assert self.seq is not None
-        return self.seq
+        assert self._sequence is not None
+        return self._sequence
 
     @property
     def rows(self) -> int | Poly:
@@ -169,7 +172,7 @@ class _Specialized(Rewriter):
         assert isinstance(self.sequence.type, Sequence)
         return self.sequence.type.rows
 
-    def kept(self, path: str, type_: Tensor, kind: str) -> Value:
+    def state_entry(self, path: str, type_: Tensor, kind: str) -> Value:
         """The entry of the state at a path."""
         return self.field("state", path, type_, kind=kind)
 
@@ -193,7 +196,7 @@ def _attention(new: _Specialized, op: Op, name: str) -> None:
         assert isinstance(value.type, Tensor)
         shape = (new.rows, dims.symbol("P"), *value.type.shape[2:])
         path = f"{name}.{part}"
-        old = new.kept(path, Tensor(value.type.dtype, shape), "kv")
+        old = new.state_entry(path, Tensor(value.type.dtype, shape), "kv")
         cache = new.emit("append", old, value, new.sequence, hint=f"{part}_all", loc=op.loc)
         new.emit("store", cache, path=path, loc=op.loc)
         caches.append(cache)
@@ -206,7 +209,7 @@ def _state_update(new: _Specialized, op: Op, name: str) -> None:
     shapes, states = state_shapes(rule, operands, new.rows), []
     for label, shape in shapes:
         if new.stateful:
-            states.append(new.kept(f"{name}.{label}", Tensor("F", shape), "matrix"))
+            states.append(new.state_entry(f"{name}.{label}", Tensor("F", shape), "matrix"))
         else:
             states.append(new.emit("fill", shape=shape, value=0.0, hint=label, loc=op.loc))
     made = new.copy(op, (*operands, *states, new.sequence))
@@ -222,7 +225,7 @@ def _short_conv(new: _Specialized, op: Op, name: str) -> None:
         return
     assert isinstance(x.type, Tensor) and isinstance(w.type, Tensor)
     path = f"{name}.window"
-    window = new.kept(path, conv_window(x.type, w.type, new.rows), "conv")
+    window = new.state_entry(path, conv_window(x.type, w.type, new.rows), "conv")
     _, after = new.copy(op, (x, w, window, new.sequence))
     new.emit("store", after, path=path, loc=op.loc)
 

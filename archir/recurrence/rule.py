@@ -204,7 +204,7 @@ class Rule:
         """In a spec: outputs [B, T, H, …] of operands placed by rank (D8). On arrays: the body."""
         if not any(isinstance(a, Traced) for a in args):
             return self._literal(*args)
-        current().enter_state("rule", name)
+        current().enter_state("state_update", name)
         rule = Ref(current().program.add(self.function))
         extra = {"name": name} if name else {}
         made = emit("state_update", *args, rule=rule, hint=name or "o", **extra)

@@ -227,7 +227,9 @@ class Printer:
         head += ["state"] if function.name in self.program.stateful else []
         pairs = zip(inputs, function.inputs, strict=True)
         text = [f"def {self.program.names[function.name]}({', '.join(head)}):"]
-        text += _docstring(", ".join(f"{name}: {value.type}" for name, value in pairs))
+        said = [f"{name}: {value.type}" for name, value in pairs]
+        said += ["seed: int"] if function.name in self.program.drawing else []
+        text += _docstring(", ".join(said))
         text += [f"    {line}" for line in self._with_sizes()]
         text.append(f"    return {returned}")
         return "\n".join(piece for line in text for piece in _fold(line))

@@ -236,9 +236,11 @@ def _windows(seq: Rows, past: int, device: torch.device) -> tuple[Tensor, Tensor
         inputs: list[list[int]] = []
         last: list[list[int]] = []
         for row, (start, stop, _) in enumerate(seq):
-            line = [*range(-1 - row * past, -1 - (row + 1) * past, -1), *range(start, stop)]
-            head += line[past : 2 * past]
-            inputs += [line[i : i + past + 1] for i in range(min(past, stop - start))]
+            window = [*range(-1 - row * past, -1 - (row + 1) * past, -1)]
+            head += range(start, min(start + past, stop))
+            line = [*window, *range(start, min(start + past, stop))]
+            inputs += [line[i : i + past + 1] for i in range(len(line) - past)]
+            line = [*window, *range(max(start, stop - past), stop)]
             last.append(line[len(line) - past :])
         shapes = ((-1,), (-1, past + 1), (len(seq), past))
         seq.memo[key] = tuple(
@@ -252,19 +254,25 @@ def _convolved(line: Tensor, w: Tensor) -> Tensor:
     """Σ_j w[:, j] · line[t + j] for the L − W + 1 places t of [R, L, C], in float32 at least."""
     dtype = torch.promote_types(wide(line.dtype), w.dtype)
     first, *taps = w.to(dtype).unbind(1)
-    n = line.shape[1] - len(taps)
-    y = first * line[:, :n].to(dtype)
+    line, n = line.to(dtype), line.shape[1] - len(taps)
+    y = first * line[:, :n]
     for j, tap in enumerate(taps, 1):
-        y = y + tap * line[:, j : j + n].to(dtype)
+        y = y + tap * line[:, j : j + n]
     return y
 
 
 def key(module: nn.Module, name: str, seed: int) -> tuple[int, int]:
     """The key of a random op of a scope, from the seed of the call."""
-    return fold(seed, f"{getattr(module, 'scope', '')}.{name}".lstrip("."))
+    return fold(seed, path(module, name))
 
 
-def kept(key: tuple[int, int], rows: Tensor, count: int, rate: float) -> Tensor:
+def path(module: nn.Module, name: str) -> str:
+    """The absolute path of a field of a scope."""
+    scope = getattr(module, "scope", "")
+    return f"{scope}.{name}" if scope else name
+
+
+def keep_mask(key: tuple[int, int], rows: Tensor, count: int, rate: float) -> Tensor:
     """Which of `count` elements of each row [*rows] stay, bool[*rows, count].
 
     Element i of row r is kept where word i mod 4 of counter (i // 4, r) reaches rate · 2³². On a
@@ -282,7 +290,7 @@ def kept(key: tuple[int, int], rows: Tensor, count: int, rate: float) -> Tensor:
 
 def dropout(x: Tensor, key: tuple[int, int], rate: float) -> Tensor:
     """x / (1 − rate) with each element zero at this rate, as the interpreter draws it."""
-    keep = kept(key, torch.zeros((), dtype=torch.int64, device=x.device), x.numel(), rate)
+    keep = keep_mask(key, torch.zeros((), dtype=torch.int64, device=x.device), x.numel(), rate)
     return torch.where(keep.view(x.shape), x / (1 - rate), 0)
 
 
@@ -323,9 +331,9 @@ def attention(
     if score is not None or dropout_key is not None:
         keep = None
         if dropout_key is not None:
-            token = first + torch.arange(q.shape[0] * n, device=q.device).view(-1, 1, n)
+            token = first + torch.arange(q.shape[0] * n, device=q.device).view(q.shape[0], 1, n)
             rows = token * q.shape[2] + torch.arange(q.shape[2], device=q.device)[:, None]
-            keep = kept(dropout_key, rows, m, dropout), 1 - dropout
+            keep = keep_mask(dropout_key, rows, m, dropout), 1 - dropout
         return _scored(q, k, v, seq, causal, window, scale, score, mask, keep)
     hidden = (causal and n > 1) or window is not None or mask is not None
     hidden = hidden or not seq.uniform
@@ -492,7 +500,7 @@ _taps: list[dict[str, Tensor]] = []
 def tap(module: nn.Module, name: str, x: Tensor) -> None:
     """Hands an inner value to whoever records taps now."""
     if _taps:
-        _taps[-1][f"{getattr(module, 'scope', '')}.{name}".lstrip(".")] = x
+        _taps[-1][path(module, name)] = x
 
 
 def record_taps(into: Mapping[str, Tensor]) -> Any:

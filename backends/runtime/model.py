@@ -6,7 +6,7 @@ that hooks, sharding and checkpointing see it; programs are lowered and emitted 
 
 from __future__ import annotations
 
-import operator
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -71,13 +71,15 @@ class Model(nn.Module):
         targets: Any = None,
         rows: Bounds | None = None,
         seed: int | None = None,
+        drop: bool = True,
     ) -> Any:
         """Logits [B, T, vocab] of tokens [B, T], or what `phase` and `head` ask for.
 
         lengths: tokens of each row, the rest is `padding`.  cu_seqlens: ends of sequences packed in
         one line [1, T].  rows: (start, stop) of every row on the grid read line by line, where they
-        are known already.  seed: of dropout, which only `model.train()` turns on; each call draws
-        one from torch's generator unless it is given. Outputs at padding are finite and otherwise
+        are known already.  seed: of dropout, which `train()` of the whole model turns on (`eval()`
+        of a part does not turn it off there); each call draws one from torch's generator unless it
+        is given.  drop: False leaves dropout out. Outputs at padding are finite and otherwise
         unspecified.
         """
         self._check_ready()
@@ -86,10 +88,12 @@ class Model(nn.Module):
         new = [x.shape[1]] * x.shape[0]
         if rows is not None:
             new = [b - a for a, b in zip(*rows, strict=True)]
+            x, *inputs = self._without_padding([x, *inputs], rows)  # type: ignore[assignment]
         given = [x, *inputs, *(rows or ())]
         given += [] if targets is None else [self._targets(targets, x)]
-        drawn = self._seed(seed)
-        program = phase, head, "dense" if rows is None else "ragged", bool(drawn)
+        layout = "dense" if rows is None else "ragged"
+        drawn = self._seed(seed, (phase, head, layout)) if drop else []
+        program = phase, head, layout, bool(drawn)
         if phase == "full":
             self._check_context(new, [0] * len(new))
             return self.program(*program)(self, *given, *drawn)
@@ -105,13 +109,36 @@ class Model(nn.Module):
         self._check_context(new, state.lengths)
         run = self.program(*program)
         entries, draft = state.take(self), None
-        if phase == "decode" and not drawn:  # what is run again would be drawn anew
+        if phase == "decode" and not (drawn and self.state_schema.fixed):  # nothing is drawn again
             draft = states.draft(entries, self.state_schema, [x, *inputs], rows, new)
         made = run(self, *given, *drawn, entries)
         return made, State(entries, self, draft)
 
-    def _seed(self, given: int | None) -> list[int]:
-        """The seed of this call's dropout; none where nothing is drawn."""
+    def _without_padding(self, inputs: Sequence[Any], rows: Bounds) -> list[torch.Tensor]:
+        """Inputs with zeros where no row has a token: not even NaN there reaches a gradient.
+        Integers, which are looked up, stay as they are."""
+        batch, length = inputs[0].shape[:2]
+        if sum(b - a for a, b in zip(*rows, strict=True)) == batch * length:
+            return [*inputs]
+        place = torch.arange(batch * length, device=self.device)
+        owned = torch.zeros_like(place, dtype=torch.bool)
+        for start, stop in zip(*rows, strict=True):
+            owned[start:stop] = True
+        owned = owned.view(batch, length)
+
+        def clear(x: Any) -> Any:
+            if not torch.is_tensor(x) or not x.is_floating_point() or x.shape[:2] != owned.shape:
+                return x
+            return torch.where(owned[(...,) + (None,) * (x.ndim - 2)], x, 0)
+
+        return [clear(x) for x in inputs]
+
+    def _seed(self, given: int | None, program: tuple[str, str, str]) -> list[int]:
+        """The seed of this call's dropout as an argument; none where its program draws nothing."""
+        if given is not None and not isinstance(given, numbers.Integral):
+            raise MismatchError(
+                f"seed={given!r} is no integer", code="seed", next="give an integer, or None"
+            )
         if given is not None and not self.training:
             raise MismatchError(
                 f"seed={given} is of dropout, and the model is in evaluation mode",
@@ -120,7 +147,9 @@ class Model(nn.Module):
             )
         if not (self.training and self._drops):
             return []
-        return [int(torch.randint(2**63 - 1, ())) if given is None else operator.index(given)]
+        if not ir.fields(self.lowered(*program, training=True), "key"):
+            return []
+        return [int(torch.randint(2**63 - 1, (), device="cpu")) if given is None else int(given)]
 
     def prefill(
         self,
@@ -129,6 +158,7 @@ class Model(nn.Module):
         *,
         logits: str = "last",
         snapshot_every: int | None = None,
+        seed: int | None = None,
         **layout: Any,
     ) -> tuple[Any, State]:
         """(logits, state) after tokens [B, T]; consumes `state`.
@@ -137,11 +167,13 @@ class Model(nn.Module):
         snapshot_every: n reads the prompt in pieces of n tokens per row and keeps a snapshot after
         each: `state.restore(state.snapshots[i])` has seen min((i + 1) · n, all) new tokens of every
         row. There are ⌈longest row / n⌉, one at least, and the last is of the state returned. What
-        comes back is otherwise the same. Raises `MismatchError` where n is no positive integer.
+        comes back is otherwise the same, but each piece has draws of its own while training.
+        Raises `MismatchError` where n is no positive integer.
         """
         if snapshot_every is None:
-            return self(tokens, phase="prefill", head=logits, state=state, **layout)
-        if type(snapshot_every) is not int or snapshot_every < 1:
+            return self(tokens, phase="prefill", head=logits, state=state, seed=seed, **layout)
+        whole = isinstance(snapshot_every, numbers.Integral) and snapshot_every is not True
+        if not whole or snapshot_every < 1:
             raise MismatchError(
                 f"snapshot_every={snapshot_every!r}, but a piece of a prompt has 1 token or more",
                 code="snapshot-every",
@@ -150,7 +182,7 @@ class Model(nn.Module):
         self._check_ready()
         x = self._input(tokens)
         rows = bounds(x.shape[0], x.shape[1], **layout)
-        return pieces.read(self, x, rows, snapshot_every, state, logits)
+        return pieces.read(self, x, rows, int(snapshot_every), state, logits, seed)
 
     def decode(self, tokens: Any, state: State, **layout: Any) -> tuple[Any, State]:
         """(logits [B, n, vocab], state) after n more tokens per row; consumes `state`."""
@@ -170,7 +202,10 @@ class Model(nn.Module):
         seed: int | None = None,
         stop: Sequence[int] = (),
     ) -> Iterator[int]:
-        """Up to n new ids, one by one; greedy at temperature 0, ends after an id of `stop`."""
+        """Up to n new ids, one by one; greedy at temperature 0, ends after an id of `stop`.
+
+        Nothing is dropped, in training mode either.
+        """
         if not ids:
             raise MismatchError(
                 "there is no token to go on from: the prompt is empty",
@@ -180,16 +215,16 @@ class Model(nn.Module):
         generator = torch.Generator().manual_seed(seed) if seed is not None else None
         with torch.inference_mode():
             state = self.empty_state(1, reserve=len(ids) + n)
-            logits, state = self.prefill([list(ids)], state)
+            logits, state = self.prefill([list(ids)], state, drop=False)
             for index in range(n):
                 token = _sample(_scores(logits)[0, -1], temperature, top_p, generator)
                 yield token
                 if token in stop or index + 1 == n:
                     return
-                logits, state = self.decode([[token]], state)
+                logits, state = self.decode([[token]], state, drop=False)
 
     def generate(self, tokens: Any, n: int, **options: Any) -> torch.Tensor:
-        """Prompts [B, T] and up to n greedy or sampled new tokens, [B, T + n]."""
+        """Prompts [B, T] and up to n greedy or sampled new tokens, [B, T + n]; nothing drops."""
         temperature, top_p = options.pop("temperature", 0.0), options.pop("top_p", 1.0)
         seed = options.pop("seed", None)
         if options:
@@ -198,13 +233,13 @@ class Model(nn.Module):
         found = self._input(tokens)
         with torch.inference_mode():
             state = self.empty_state(found.shape[0], reserve=found.shape[1] + n)
-            logits, state = self.prefill(found, state)
+            logits, state = self.prefill(found, state, drop=False)
             for index in range(n):
                 new = [_sample(row[-1], temperature, top_p, generator) for row in _scores(logits)]
                 step = torch.tensor(new, device=found.device)[:, None]
                 found = torch.cat([found, step], 1)
                 if index + 1 < n:
-                    logits, state = self.decode(step, state)
+                    logits, state = self.decode(step, state, drop=False)
         return found.clone()
 
     def record_taps(self, into: dict[str, torch.Tensor]) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from archir import dims, types
 from archir.ir import Function, Value
+from archir.philox import fold
 from archir.sequence import Rows
 from backends.runtime.layout import Bounds
 from backends.runtime.state import State
@@ -42,11 +43,18 @@ class Piece:
 
 
 def read(
-    model: Any, tokens: Tensor, rows: Bounds | None, n: int, given: State | None, head: str
+    model: Any,
+    tokens: Tensor,
+    rows: Bounds | None,
+    n: int,
+    given: State | None,
+    head: str,
+    seed: int | None = None,
 ) -> tuple[Any, State]:
     """What `model.prefill` gives for tokens [B, T] after a state, with a snapshot of each piece.
 
-    rows: (start, stop) of every row on the grid, None where they are dense.
+    rows: (start, stop) of every row on the grid, None where they are dense.  seed: of dropout, from
+    which each piece makes its own.
     """
     grid = (tokens.shape[0], tokens.shape[1])
     entry = model.lowered("prefill", head, "dense" if rows is None else "ragged").entry
@@ -63,7 +71,8 @@ def read(
         bounds, part = None, tokens[:, index * n : (index + 1) * n]
         if rows is not None:
             bounds, part = piece.bounds, tokens.flatten(0, 1)[piece.places][None]
-        made, state = model(part, phase="prefill", head=head, state=state, rows=bounds)
+        own = None if seed is None else fold(seed, f"piece {index}")[0]
+        made, state = model(part, phase="prefill", head=head, state=state, rows=bounds, seed=own)
         snapshots.append(state.snapshot())
         whole = [
             joined(so_far, x, piece, grid, _axes(value, entry))

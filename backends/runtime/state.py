@@ -37,7 +37,7 @@ GROWING = ("kv", "latent")
 
 
 @dataclass(frozen=True)
-class Habit:
+class StateLayout:
     """How a library keeps states: a matrix as [K, V] or [V, K]; the window of a convolution with W
     taps as [C, W] or [C, W − 1], channels first or last."""
 
@@ -46,12 +46,12 @@ class Habit:
     channels_first: bool = True
 
 
-LAYOUTS = {
-    "fla": Habit(keys_first=True, whole_window=True),
-    "transformers": Habit(keys_first=True, whole_window=True),
-    "fla_v_first": Habit(keys_first=False, whole_window=True),
-    "mlx": Habit(keys_first=False, whole_window=False, channels_first=False),
-    "vllm": Habit(keys_first=False, whole_window=False),
+STATE_LAYOUTS = {
+    "fla": StateLayout(keys_first=True, whole_window=True),
+    "transformers": StateLayout(keys_first=True, whole_window=True),
+    "fla_v_first": StateLayout(keys_first=False, whole_window=True),
+    "mlx": StateLayout(keys_first=False, whole_window=False, channels_first=False),
+    "vllm": StateLayout(keys_first=False, whole_window=False),
 }
 
 
@@ -265,12 +265,12 @@ class State:
         layout: "fla" or "transformers", matrices [R, H, K, V] and windows [R, C, W];
         "fla_v_first", [R, H, V, K] and [R, C, W]; "vllm", [R, H, V, K] and [R, C, W − 1]; "mlx",
         [R, H, V, K] and [R, W − 1, C]. Of W columns the oldest is zero: no next step reads it.
-        Other states of rules come as they are. Raises `UnsupportedError` for another layout, or for
-        a square state whose rule does not tell keys from values.
+        Other states of rules come as they are; all are copies. Raises `UnsupportedError` for
+        another layout, or for a square state whose rule does not tell keys from values.
         """
-        habit = self._habit(layout)
+        theirs = _layout(layout)
         return {
-            path: self._given(x, path, habit).contiguous()
+            path: self._exported(x, path, theirs).clone(memory_format=torch.contiguous_format)
             for path, x in self.items()
             if path in self._schema.fixed
         }
@@ -280,7 +280,7 @@ class State:
 
         tensors: by path, in the shapes `to(layout)` gives. Consumes this handle.
         """
-        habit, mine, own = self._habit(layout), self.to(layout), dict(self.items())
+        theirs, mine, own = _layout(layout), self.to(layout), dict(self.items())
         problems = [
             f"{path}: {list(x.shape)} given, {list(mine[path].shape) if path in mine else 'no'} "
             "matrix or window here"
@@ -295,36 +295,26 @@ class State:
                 next=f"state.to({layout!r}) lists paths and shapes",
             )
         made = {
-            path: self._taken(x.to(own[path].device, own[path].dtype, copy=True), path, habit)
+            path: self._imported(x.to(own[path].device, own[path].dtype, copy=True), path, theirs)
             for path, x in tensors.items()
         }
         return self._next(lambda path, x: made.get(path, x))
 
-    @staticmethod
-    def _habit(layout: str) -> Habit:
-        if layout not in LAYOUTS:
-            raise UnsupportedError(
-                f"there is no state layout {layout!r}",
-                code="state-layout",
-                next=nearest(layout, [*LAYOUTS]),
-            )
-        return LAYOUTS[layout]
-
-    def _given(self, x: torch.Tensor, path: str, habit: Habit) -> torch.Tensor:
+    def _exported(self, x: torch.Tensor, path: str, theirs: StateLayout) -> torch.Tensor:
         """An entry as a library keeps it."""
         if self._schema.slots[path].kind != "conv":
-            return self._turned(x, path, habit)
-        x = torch.nn.functional.pad(x, (0, 0, 1, 0)) if habit.whole_window else x
-        return x.transpose(1, 2) if habit.channels_first else x
+            return self._swapped(x, path, theirs)
+        x = torch.nn.functional.pad(x, (0, 0, 1, 0)) if theirs.whole_window else x
+        return x.transpose(1, 2) if theirs.channels_first else x
 
-    def _taken(self, x: torch.Tensor, path: str, habit: Habit) -> torch.Tensor:
-        """The inverse of `_given`."""
+    def _imported(self, x: torch.Tensor, path: str, theirs: StateLayout) -> torch.Tensor:
+        """The inverse of `_exported`."""
         if self._schema.slots[path].kind != "conv":
-            return self._turned(x, path, habit)
-        x = x.transpose(1, 2) if habit.channels_first else x
-        return (x[:, 1:] if habit.whole_window else x).contiguous()
+            return self._swapped(x, path, theirs)
+        x = x.transpose(1, 2) if theirs.channels_first else x
+        return (x[:, 1:] if theirs.whole_window else x).contiguous()
 
-    def _turned(self, x: torch.Tensor, path: str, habit: Habit) -> torch.Tensor:
+    def _swapped(self, x: torch.Tensor, path: str, theirs: StateLayout) -> torch.Tensor:
         """A state of a rule with its last axes in the other order where a library has it so; the
         same function goes back, as a swap is its own inverse."""
         *_, first, second = self._schema.slots[path].axes
@@ -336,7 +326,7 @@ class State:
                 code="state-layout",
                 next='name the axes of keys and values apart in the rule: "q:K k:K v:V -> o:V"',
             )
-        return x if (first == "key") == habit.keys_first else x.transpose(2, 3)
+        return x if (first == "key") == theirs.keys_first else x.transpose(2, 3)
 
     # ---- rows
 
@@ -479,7 +469,7 @@ class State:
                 "there is no draft to accept a part of: this state does not come from a decode "
                 "of several tokens",
                 code="state-accept",
-                next="accept right after the decode that scored the draft, made without dropout",
+                next="accept right after the decode that scored the draft",
             )
         kept = self._per_row(n, "n")
         for row, (new, have) in enumerate(zip(kept, draft.counts, strict=True)):
@@ -582,7 +572,7 @@ def draft(
 def _again(model: Any, before: State, draft: Draft, counts: Sequence[int]) -> State:
     """The state after the first `counts[r]` tokens of each row of a draft."""
     x, *others = draft.inputs
-    how: dict[str, Any] = {"phase": "decode", "head": "last", "state": before}
+    how: dict[str, Any] = {"phase": "decode", "head": "last", "state": before, "drop": False}
     if draft.bounds is None and not others and len(set(counts)) == 1:
         _, after = model(x[:, : counts[0]], **how)
     else:
@@ -607,6 +597,16 @@ def _require_same(mine: Schema, theirs: Schema, what: str) -> None:
         facts=mine.differences(theirs),
         next="go on with the spec, config and dtype that made it; weights may differ",
     )
+
+
+def _layout(name: str) -> StateLayout:
+    if name not in STATE_LAYOUTS:
+        raise UnsupportedError(
+            f"there is no state layout {name!r}",
+            code="state-layout",
+            next=nearest(name, [*STATE_LAYOUTS]),
+        )
+    return STATE_LAYOUTS[name]
 
 
 def _ints(given: Any, name: str) -> list[int]:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import archir as ar
 from archir.diagnostics import ArchirError
-from archir.ops.random import kept
+from archir.ops.random import keep_mask
 from archir.philox import LOW, philox
 from backends.eager import support
 from specs.gpt2 import GPT2
@@ -96,8 +96,8 @@ def test_masks_are_equal_bit_for_bit(rows: tuple[int, ...], count: int) -> None:
     if count > 10_000 and rows:
         count = 131_073
     key, which = (123456789, 2**32 - 2), np.arange(7, 7 + int(np.prod(rows))).reshape(rows)
-    want = kept(key, which, count, 0.1)
-    have = support.kept(key, torch.from_numpy(which), count, 0.1)
+    want = keep_mask(key, which, count, 0.1)
+    have = support.keep_mask(key, torch.from_numpy(which), count, 0.1)
     assert np.array_equal(have.numpy(), want)
     if want.size > 100_000:
         assert abs(want.mean() - 0.9) < 5 * (0.09 / want.size) ** 0.5
@@ -240,6 +240,71 @@ def test_weights_and_states_do_not_depend_on_a_rate(tmp_path: Any) -> None:
         assert torch.equal(have, model.decode(TOKENS[:, :1], state)[0])
 
 
+@ar.block
+def side(x: "f[B, T, width]", c):
+    return ar.dropout(x, c.rate)
+
+
+@ar.spec(Sizes, presets={"tiny": Sizes()})
+def aside(tokens, c):
+    """Drops only in what a head leaves out."""
+    table = ar.weight("embed.weight", [c.vocab, c.width])
+    x = ar.embedding(tokens, table)
+    return {"logits": ar.logits(x, table), "extra": side(x, c, name="side")}
+
+
+def test_a_program_without_draws_takes_no_seed() -> None:
+    model = ar.compile(aside).init_weights(0).train()
+    assert not torch.equal(model(TOKENS)["extra"], model(TOKENS)["extra"])
+    assert torch.equal(model.loss(TOKENS, TOKENS), model.loss(TOKENS, TOKENS))
+
+
+@pytest.mark.parametrize("where", [{}, {"lengths": [0, 0]}])
+def test_no_tokens(model: Any, where: Any) -> None:
+    tokens = torch.zeros(2, 0 if not where else 3, dtype=torch.int64)
+    assert model(tokens, **where).shape[:2] == tokens.shape
+    assert model.loss(tokens, tokens, **where) == 0
+    assert model.prefill(tokens, **where)[1].lengths == (0, 0)
+
+
+def test_pieces_of_a_prompt_draw_by_its_seed(model: Any) -> None:
+    with torch.no_grad():
+        one, two, other = (
+            model.prefill(TOKENS, snapshot_every=4, seed=seed)[0] for seed in (1, 1, 2)
+        )
+    assert torch.equal(one, two) and not torch.equal(one, other)
+
+
+def test_nothing_drops_in_generation_and_in_drafts(model: Any) -> None:
+    wanted = model.eval().generate(TOKENS, 4)
+    with torch.no_grad():
+        _, state = model.decode(TOKENS[:, :3], model.prefill(TOKENS)[1])
+        _, known = model.decode(TOKENS[:, :1], model.prefill(TOKENS)[1])
+    model.train()
+    assert torch.equal(model.generate(TOKENS, 4), wanted)
+    with torch.no_grad():
+        state = state.accept(1)
+    for (path, have), (_, want) in zip(state.items(), known.items(), strict=True):
+        if path != "length":
+            torch.testing.assert_close(have, want, rtol=0, atol=1e-12)
+
+
+def refused(apply: Any) -> Any:
+    """A spec that uses dropout where it cannot stand."""
+
+    @ar.spec(Sizes, presets={"tiny": Sizes()})
+    def spec(tokens, c):
+        table = ar.weight("embed.weight", [c.vocab, c.width])
+        return ar.logits(apply(ar.embedding(tokens, table)), table)
+
+    return lambda: ar.trace(spec)
+
+
+@ar.pointwise
+def inside(u):
+    return ar.dropout(u, 0.1)
+
+
 ERRORS: dict[str, Any] = {
     "rate": lambda: ar.trace(dropping, config=Sizes(rate=1.0)),
     "seed_eval": lambda: ar.compile("gpt2", "tiny").init_weights(0)(TOKENS, seed=1),
@@ -248,11 +313,20 @@ ERRORS: dict[str, Any] = {
         arrays(ar.compile("gpt2", "tiny").init_weights(0)),
     ),
     "draft": lambda: drafted().accept(1),
+    "seed_text": lambda: ar.compile("gpt2", "tiny").init_weights(0).train()(TOKENS, seed="1"),
+    "in_pointwise": refused(inside),
+    "in_activation": refused(lambda x: ar.short_conv(x, 2, activation=inside, name="c")),
+    "name": refused(lambda x: ar.dropout(x, 0.1, name=3)),
+    "name_twice": refused(lambda x: ar.dropout(ar.dropout(x, 0.1), 0.1, name="dropout_0")),
+    "activation_text": refused(lambda x: ar.short_conv(x, 2, activation="silu", name="c")),
+    "weight_and_init": refused(
+        lambda x: ar.short_conv(x, ar.weight("w", [32, 2]), init=ar.ones(), name="c")
+    ),
 }  # fmt: skip
 
 
 def drafted() -> Any:
-    model = ar.compile("gpt2", "tiny").init_weights(0).train()
+    model = ar.compile(dropping).init_weights(0).train()
     return model.decode([[1, 2]], model.prefill([[3]])[1])[1]
 
 

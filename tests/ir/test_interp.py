@@ -31,7 +31,8 @@ def test_decode_and_prefill_in_pieces_are_full(preset: str, length: int) -> None
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("lengths", [(3, 0, 6, 1), (0, 0), (4,)])
 def test_rows_laid_out_are_rows_alone(preset: str, lengths: tuple[int, ...]) -> None:
-    compare_layouts(ar.trace(kda_lm, preset), lengths)
+    for phase in ("full", "decode"):
+        compare_layouts(ar.trace(kda_lm, preset), phase, lengths)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

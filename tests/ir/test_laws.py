@@ -66,6 +66,13 @@ def test_decode_is_full(module: Module) -> None:
 
 
 @cases(25)
+@given(modules("smooth"))
+def test_passes_keep_what_is_drawn(module: Module) -> None:
+    note(str(module))
+    laws.lowers(module, training=True)
+
+
+@cases(25)
 @given(modules("causal"))
 def test_rows_laid_out_are_rows_alone(module: Module) -> None:
     note(str(module))

@@ -399,6 +399,16 @@ def test_matrix_states_in_other_layouts(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["fla", "transformers", "fla_v_first", "mlx", "vllm"])
+@pytest.mark.parametrize("name", ["kda", "conv"])
+def test_what_is_given_away_is_a_copy(name: str, layout: str) -> None:
+    """Other libraries write into their states."""
+    state = after(made(name), tokens(2, 5))
+    for x in state.to(layout).values():
+        x.fill_(7)
+    same(state, after(made(name), tokens(2, 5)))
+
+
+@pytest.mark.parametrize("layout", ["fla", "transformers", "fla_v_first", "mlx", "vllm"])
 def test_windows_in_other_layouts(layout: str) -> None:
     """W columns or W − 1, channels first or last; a state made from them decodes the same."""
     model, x, path = made("conv"), tokens(2, 5), "layers.0.conv.window"
