@@ -212,14 +212,22 @@ def _config_for(
 @app.command()
 def check(
     spec: SpecArgument,
-    backends: Annotated[str, typer.Option(help="by name, with commas between")] = "eager",
+    backends: Annotated[
+        str, typer.Option(help="by name, with commas between; numpy is the interpreter")
+    ] = "eager",
     preset: Annotated[str | None, typer.Option(help="sizes by name; default: tiny")] = None,
     config: Config = None,
     dtype: Annotated[str, typer.Option(help="with commas between")] = ",".join(DTYPES),
+    layouts: Annotated[
+        str | None, typer.Option(help="dense, left, right, packed, with commas between")
+    ] = None,
+    laws: Annotated[
+        bool, typer.Option("--laws", help="hold it to the laws of padding, cuts, rows, causality")
+    ] = False,
     seed: Annotated[int, typer.Option(help="of weights and inputs")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Compare every phase of the emitted code with NumPy; exit 1 where they differ."""
+    """Compare every phase and layout of the emitted code with NumPy; exit 1 where they differ."""
     from archir.check import check as compare
 
     report = compare(
@@ -228,12 +236,14 @@ def check(
         config=config,
         backends=tuple(backends.split(",")),
         dtypes=tuple(_dtype(name) for name in dtype.split(",")),
+        layouts=None if layouts is None else tuple(layouts.split(",")),
+        laws=laws,
         seed=seed,
     )
     _print_rows("archir.check/1", report.rows, as_json)
-    wrong = [row for row in report.rows if not row["ok"]]
+    wrong = report.failures
     if wrong:
-        cell = "{spec} {backend} {dtype} {phase} T = {T}".format_map(wrong[0])
+        cell = "{spec} {backend} {dtype} {phase} {layout} T = {T}".format_map(wrong[0])
         print(f"{len(wrong)} of {len(report.rows)} cells differ, first {cell}", file=sys.stderr)
         sys.exit(1)
 

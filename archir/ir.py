@@ -127,7 +127,7 @@ class Function:
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """A name of its own for every output: the spec's, or its value's; `x#1` for the second x."""
+        """A name of its own for every output: the spec's, or its value's, the second `x` `x#1`."""
         found: list[str] = []
         for value in () if self.names else self.outputs:
             times = sum(name.partition("#")[0] == value.name for name in found)

@@ -56,7 +56,7 @@ class Backend(Protocol):
         ...
 
     def runner(self, request: Request) -> Any:
-        """The same model behind NumPy arrays (`backends.runtime.runner.Runner`)."""
+        """The same model behind NumPy arrays: an `archir.check.machines.Machine`."""
         ...
 
     def open_checkpoint(self, path: Path) -> Any:

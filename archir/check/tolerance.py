@@ -7,7 +7,7 @@ The anchor is the interpreter run in that dtype. Two bounds hold, overall and pe
 
 u is 2⁻²⁴ for float32 and 2⁻⁸ for bfloat16. The maximum is allowed 4, not 2: rounding errors have
 heavy tails, and two equally accurate programs were seen 2.09 apart in their maxima at 1.3 in RMS.
-In float64: max|error| ≤ 1e-12 · max|ref|.
+In float64: max|error| ≤ 1e-12 · max|ref|. Integers, and what a law says is exact, may not differ.
 """
 
 from __future__ import annotations
@@ -49,10 +49,8 @@ def distance(
 ) -> Distance:
     """How far `have` lies from the reference `want`; `anchor` is the interpreter's in the dtype."""
     have, anchor = np.asarray(have, np.float64), np.asarray(anchor, np.float64)
-    if have.shape != want.shape:
-        return Distance(np.inf, 0.0, f"{name} has shape {list(have.shape)}, not {list(want.shape)}")
-    if not want.size:
-        return Distance(0.0, 0.0, name)
+    if have.shape != want.shape or not want.size or not np.issubdtype(want.dtype, np.floating):
+        return exact(have, want, name)
     error, noise = np.abs(have - want), anchor - want
     found = []
     for label, part in _parts(want, name):
@@ -67,6 +65,14 @@ def distance(
             Distance(_max(error[part]), max(4 * _max(noise[part]), 8 * u * _max(want[part])), label)
         )
     return max(found, key=lambda d: d.share)
+
+
+def exact(have: np.ndarray, want: np.ndarray, name: str = "") -> Distance:
+    """How far two results lie apart that must agree bit for bit (zeros of both signs are equal)."""
+    if have.shape != want.shape:
+        return Distance(np.inf, 0.0, f"{name} has shape {list(have.shape)}, not {list(want.shape)}")
+    error = np.abs(np.asarray(have, np.float64) - np.asarray(want, np.float64))
+    return Distance(float(np.max(error, initial=0)), 0.0, name)
 
 
 def _rms(x: np.ndarray) -> float:

@@ -27,6 +27,7 @@ gives however tokens are cut into calls (D17), so they refuse attention that is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from archir import dims, ir, types
@@ -95,6 +96,8 @@ def specialize(
         )
     if phase != "full":
         _refuse_only_full(module, phase)
+    if layout == "ragged":
+        _refuse_mixing(module)
     module = module if training else inference(module)
     ordered = _ordered_functions(module)
     functions: dict[str, Function] = {}
@@ -248,21 +251,35 @@ def _tokens(function: Function) -> Value | None:
 def only_full(module: Module) -> Op | None:
     """The first op that lets a token see later ones, so that only the phase `full` has a meaning:
     attention that is not causal, or an op that mixes the axis of tokens itself."""
+    return next(_looking_ahead(module), None)
+
+
+def _looking_ahead(module: Module) -> Iterator[Op]:
     tokens = _tokens(module.entry)
     axis = dims.bare(tokens.type.shape[1]) if tokens and isinstance(tokens.type, Tensor) else None
     for function in module.functions:
         for op in function.ops if function.role in ("entry", "block") else ():
-            if op.kind == "attention" and not op.attrs.get("causal", True):
-                return op
-            definition = lookup(op.kind)
-            plain = not definition.ordered and definition.family not in ("control", "head")
-            if axis and plain and _mixes(op, axis):
-                return op
-    return None
+            ahead = op.kind == "attention" and not op.attrs.get("causal", True)
+            if ahead or (axis and _mixes(op, axis)):
+                yield op
+
+
+def _refuse_mixing(module: Module) -> None:
+    """Raises where an op would take in padding, or the tokens of other rows."""
+    for op in (op for op in _looking_ahead(module) if op.kind != "attention"):
+        raise UnsupportedError(
+            f"{op.kind} over tokens does not know where rows of unlike length end",
+            code="layout-mixing",
+            loc=op.loc,
+            next="give dense rows of one length, or say it with attention or a recurrence",
+        )
 
 
 def _mixes(op: Op, axis: str) -> bool:
-    """Whether an op's tokens leave their place, or meet in a sum."""
+    """Whether an op without an order of tokens moves them, or sums over them."""
+    definition = lookup(op.kind)
+    if definition.ordered or definition.family in ("control", "head"):
+        return False
 
     def holds(value: Value) -> bool:
         shape = value.type.shape if isinstance(value.type, Tensor) else ()

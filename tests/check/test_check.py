@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,14 @@ import numpy as np
 import pytest
 
 import archir as ar
+from archir.check.batch import LAYOUTS
+from archir.check.laws import LAWS
 from archir.diagnostics import ArchirError
 from archir.ir import Op
 from archir.passes import specialize
 from backends.eager.ops import EMIT
 from backends.eager.ops import elementwise as elementwise_emitters
+from tests.goldens import check_golden
 from tests.specs.conv import conv_lm
 from tests.specs.kda import kda_lm
 
@@ -26,9 +28,10 @@ KDA = f"{Path(__file__).parent.parent / 'specs' / 'kda.py'}:kda_lm"
 def test_the_recurrence_spec_holds(preset: str) -> None:
     """Grouped and plain heads, windowed and full attention, K ≠ V: all phases and dtypes."""
     sizes = (1, 7, 65) if preset == "tiny" else (1, 9)
+    layouts = None
     if preset == "full":
-        sizes = (5,)
-    report = ar.check(kda_lm, preset=preset, lengths=sizes)
+        sizes, layouts = (5,), ("dense",)
+    report = ar.check(kda_lm, preset=preset, lengths=sizes, layouts=layouts)
     assert report.ok, report.failures
     assert {row["phase"] for row in report.rows} == {
         *("full", "prefill", "decode", "state", "last", "loss", "gradient")
@@ -37,7 +40,8 @@ def test_the_recurrence_spec_holds(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", conv_lm.presets)
 def test_the_convolution_spec_holds(preset: str) -> None:
-    report = ar.check(conv_lm, preset=preset, lengths=(1, 7, 65))
+    layouts = ("dense",) if preset == "full" else None
+    report = ar.check(conv_lm, preset=preset, lengths=(1, 7, 65), layouts=layouts)
     assert report.ok, report.failures
 
 
@@ -45,6 +49,7 @@ def test_the_convolution_spec_holds(preset: str) -> None:
 def test_built_in_specs_hold(name: str) -> None:
     report = ar.check(name, lengths=(1, 7, 129))
     assert report.ok, report.failures
+    assert ("training" in {row["phase"] for row in report.rows}) == (name == "gpt2")
 
 
 def replaced(kind: str, old: str, new: str) -> Callable[[Any], None]:
@@ -103,29 +108,22 @@ BREAKS: dict[str, tuple[Callable[[Any], None], str, str]] = {
     "the recurrence runs backwards": (
         replaced("scan", ".shape[0]):", ".shape[0])[::-1]:"), KDA, "full",
     ),
+    "dropout keeps what it should drop": (
+        replaced("dropout", ", 0.1)", ", 0.2)"), "gpt2", "training",
+    ),
     "the state is not stored": (keep_the_old_state, KDA, "decode"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_is_found_and_named(
-    name: str, archir: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, failed_cells: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apply, spec, phase = BREAKS[name]
-    monkeypatch.setenv("ARCHIR_CACHE", str(tmp_path))
     apply(monkeypatch)
-    done = archir("check", spec, "--dtype", "float64", "--json")
-    assert done.code == 1, done.err
-    rows = json.loads(done.out)["rows"]
-    failed = [r for r in rows if not r["ok"]]
-    assert phase in {r["phase"] for r in failed}
-    assert {r["spec"] for r in failed} == {spec.rsplit(":", 1)[-1]}
-    # the table names the spec and the cell too
-    shown = archir("check", spec, "--dtype", "float64")
-    assert shown.code == 1
-    bad = [line.split() for line in shown.out.splitlines() if line.split()[-1] == "NO"]
-    assert [phase] == sorted({line[3] for line in bad} & {phase})
-    assert {line[0] for line in bad} == {spec.rsplit(":", 1)[-1]}
+    rows = failed_cells(spec, "--layouts", "dense", length=7)
+    assert phase in {row["phase"] for row in rows}
+    assert {row["spec"] for row in rows} == {spec.rsplit(":", 1)[-1]}
 
 
 def mixers() -> dict[str, Any]:
@@ -139,28 +137,75 @@ def mixers() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["mean", "einsum", "attention"])
-def test_a_spec_that_looks_ahead_has_only_the_phase_full(name: str) -> None:
-    @ar.config
-    class Tiny:
-        vocab: int = 11
-        width: int = 8
+@ar.config
+class Tiny:
+    vocab: int = 11
+    width: int = 8
 
+
+def looks_ahead(mixer: str) -> Any:
     @ar.spec(Tiny)
     def ahead(tokens: Any, c: Tiny) -> Any:
         table = ar.weight("table", [c.vocab, c.width])
-        return ar.logits(mixers()[name](ar.embedding(tokens, table)), table)
+        return ar.logits(mixers()[mixer](ar.embedding(tokens, table)), table)
 
-    report = ar.check(ahead)
+    return ahead
+
+
+@pytest.mark.parametrize("name", ["mean", "einsum", "attention"])
+def test_a_spec_that_looks_ahead_has_only_the_phase_full(name: str) -> None:
+    """Where it is not attention that looks, it has no padding either."""
+    report = ar.check(looks_ahead(name))
     assert report.ok, report.failures
     assert {row["phase"] for row in report.rows} == {"full", "last", "loss", "gradient"}
-    model = ar.compile(ahead).init_weights(0)
+    assert {row["layout"] for row in report.rows} == {
+        *(LAYOUTS if name == "attention" else ("dense",))
+    }
+    model = ar.compile(looks_ahead(name)).init_weights(0)
     assert not model.causal
     with pytest.raises(ArchirError, match="phase-causal"):
         model.prefill([[1, 2]])
 
 
+@ar.block
+def per_line(x: "f[B, T, 8]", scale: "f[B, 8]"):
+    return x * scale[:, None]
+
+
 def test_a_report_of_nothing_is_not_ok() -> None:
     assert not ar.check("gpt2", phases=()).ok
-    with pytest.raises(ArchirError, match="there is no phase 'ful'"):
-        ar.check("gpt2", phases=("ful",))
+
+
+def test_which_cells_are_run() -> None:
+    """Ragged rows at the largest length unless layouts are named; `progress` sees every row."""
+    how: dict[str, Any] = {"dtypes": ("float32",), "phases": ("full",), "lengths": (1, 7)}
+    seen: list[dict[str, Any]] = []
+    assert ar.check("gpt2", progress=seen.append, **how).rows == seen
+    assert [(row["layout"], row["T"]) for row in seen] == [
+        ("dense", 1), ("dense", 7), ("left", 7), ("right", 7), ("packed", 7)
+    ]  # fmt: skip
+    found = ar.check("gpt2", layouts=("left",), laws=True, **how).rows
+    cells = [row for row in found if row["phase"] == "full"]
+    assert [(row["backend"], row["layout"], row["T"]) for row in cells] == [
+        ("eager", "left", 1), ("eager", "left", 7)
+    ]  # fmt: skip
+    for dtype, laws in (("float32", {"padding", "rows", "causality"}), ("float64", {*LAWS})):
+        for machine in ("numpy", "eager"):
+            mine = [row for row in found if (row["dtype"], row["backend"]) == (dtype, machine)]
+            assert {row["phase"] for row in mine} - {"full"} == laws
+
+
+def test_what_cannot_be_checked() -> None:
+    wrong: dict[str, dict[str, Any]] = {
+        "phase": {"spec": "gpt2", "phases": ("ful",)},
+        "layout": {"spec": "gpt2", "layouts": ("dense", "lefty")},
+        "lengths": {"spec": "gpt2", "lengths": ()},
+        "layout of a spec": {"spec": looks_ahead("mean"), "layouts": ("dense", "left")},
+        "layout of inputs": {"spec": per_line, "layouts": ("packed",)},
+    }
+    parts = []
+    for name, arguments in wrong.items():
+        with pytest.raises(ArchirError) as caught:
+            ar.check(**arguments)
+        parts.append(f"## {name}\n\n{caught.value}\n")
+    check_golden("check/refused", "\n".join(parts))

@@ -177,7 +177,7 @@ def test_check_compares_a_users_file(archir, spec_file):
 
 
 def test_check_exits_1_on_a_difference(archir, monkeypatch):
-    cell = {"backend": "eager", "dtype": "float32", "phase": "decode", "T": 7}
+    cell = {"backend": "eager", "dtype": "float32", "phase": "decode", "layout": "left", "T": 7}
     rows = [
         {"spec": "mine", **cell, "error": 1e-9, "allowed": 1e-7, "where": "logits", "ok": True},
         {

@@ -369,6 +369,14 @@ def _with_scale(text: str) -> str:
     return text.replace(end, f'    scale: f[16] = weight("scale", init=ones()),\n{end}')
 
 
+MEAN = """
+@entry
+def model(x: f[B, T, 4]) -> f[B, T, 4]:
+    m: f[B, 1, 4] = reduce_mean(x, axes=(1,), keepdims=True)
+    y: f[B, T, 4] = sub(x, m)
+    return y
+"""
+
 REFUSED: dict[str, Callable[[], Any]] = {
     "a phase that is none": lambda: specialize(parse(MIXER), "training"),
     "a layout that is not built": lambda: specialize(parse(MIXER), "full", "packed"),
@@ -377,6 +385,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "a stage that is none": lambda: lower(parse(MIXER), stage="expnd"),
     "a backend that is none": lambda: lower(parse(MIXER), backend="eagr"),
     "a pointwise tail of a weight too": lambda: head(parse(_with_scale(SOFT_CAP)), "loss"),
+    "rows of unlike length and a mean over tokens": lambda: specialize(
+        parse(MEAN), "full", "ragged"
+    ),
     "decoding that looks ahead": lambda: decode(
         parse(ATTENTION.replace("causal=True, window=3", "causal=False, window=3"))
     ),

@@ -1,4 +1,5 @@
-"""Dense, left-padded, right-padded and packed are one computation: outputs, states, gradients."""
+"""Where rows lie, said by `lengths=` or `cu_seqlens=`. That it does not matter is a law of
+`archir.check`, held in tests/check/test_laws.py."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import archir as ar
+from archir.check.batch import place
 from archir.diagnostics import MismatchError
 from backends.runtime.layout import bounds
 from specs.llama import Llama
@@ -36,14 +38,14 @@ def rows(seed: int = 0) -> list[torch.Tensor]:
     return [torch.randint(0, 90, (n,), generator=generator) for n in LENGTHS]
 
 
-def laid_out(layout: str, filler: int = 7) -> tuple[torch.Tensor, dict[str, Any], list[slice]]:
+def laid_out(layout: str) -> tuple[torch.Tensor, dict[str, Any], list[slice]]:
     """Tokens, the arguments that say where rows lie, and each row's place on the flat grid."""
     lines = rows()
     if layout == "packed":
         ends = [0, *accumulate(LENGTHS)]
         places = [slice(a, b) for a, b in pairwise(ends)]
         return torch.cat(lines)[None], {"cu_seqlens": ends}, places
-    tokens = torch.full((len(lines), WIDTH), filler)
+    tokens = torch.full((len(lines), WIDTH), 7)
     places = []
     for row, line in enumerate(lines):
         start = WIDTH - len(line) if layout == "left" else 0
@@ -53,61 +55,34 @@ def laid_out(layout: str, filler: int = 7) -> tuple[torch.Tensor, dict[str, Any]
 
 
 @pytest.mark.parametrize("layout", ["left", "right", "packed"])
-@pytest.mark.parametrize("name", SPECS)
-def test_rows_are_as_alone(name: str, layout: str) -> None:
-    """Outputs, the state after them, what is decoded next, and every gradient."""
-    model = made(name)
+def test_arguments_say_where_rows_lie(layout: str) -> None:
+    """As a check lays them out, and in every call."""
     tokens, where, places = laid_out(layout)
-    flat = model(tokens, **where).flatten(0, 1)
-    assert torch.isfinite(flat).all()
-    loss = sum(flat[place].square().sum() for place in places)
-    loss.backward()
-    grads = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
+    found = bounds(*tokens.shape, **where)
+    there = place(layout, LENGTHS, room=WIDTH - max(LENGTHS))
+    assert found == (there.start, there.stop)
+    assert [*zip(*found, strict=True)] == [(p.start, p.stop) for p in places]
+    model, targets = made("conv"), tokens.roll(-1, 1)
     with torch.no_grad():
-        _, state = model.prefill(tokens, **where)
-        assert state.lengths == LENGTHS
-        again, state = model.decode([[3, 4]] * len(LENGTHS), state)
-    for row, line in enumerate(rows()):
-        whole = model(torch.cat([line, torch.tensor([3, 4])])[None])[0]
-        torch.testing.assert_close(flat[places[row]], whole[: len(line)], rtol=1e-12, atol=1e-13)
-        torch.testing.assert_close(again[row], whole[len(line) :], rtol=1e-12, atol=1e-13)
-        if len(line):
-            model(line[None]).square().sum().backward()
-    for have, p in zip(grads, model.parameters(), strict=True):
-        torch.testing.assert_close(have, p.grad, rtol=1e-10, atol=1e-11)
+        assert torch.equal(model(tokens, **where), model(tokens, rows=found))
+        assert torch.equal(
+            model.loss(tokens, targets, **where), model.loss(tokens, targets, rows=found)
+        )
+        states = []
+        for how in (where, {"rows": found}):
+            _, state = model.prefill(tokens, **how)
+            assert state.lengths == LENGTHS
+            again, state = model.decode(tokens, state, **how)
+            states.append([again, *(x for path, x in state.items() if path != "length")])
+    for one, two in zip(*states, strict=True):
+        assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("layout", ["left", "right"])
-@pytest.mark.parametrize("name", SPECS)
-def test_padding_says_nothing(name: str, layout: str) -> None:
-    """What stands in the padding changes no real output, no loss and no gradient, bit for bit."""
-    model = made(name)
-    found = []
-    for filler in (7, 61):
-        tokens, where, places = laid_out(layout, filler)
-        targets = tokens.roll(-1, 1)
-        model.zero_grad()
-        loss = model.loss(tokens, targets * 0 + 5, **where)
-        loss.backward()
-        grads = [p.grad.clone() for p in model.parameters()]
-        with torch.no_grad():
-            flat = model(tokens, **where).flatten(0, 1)
-        found.append([loss.detach(), *grads, *(flat[place] for place in places)])
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_a_batch_of_empty_rows(name: str) -> None:
-    model = made(name)
-    with torch.no_grad():
-        _, state = model.prefill([[1, 2], [3, 4]])
-        _, state = model.prefill([[0, 0], [0, 0]], state, lengths=[0, 0])
-        assert state.lengths == (2, 2)
-        have, _ = model.decode([[5], [6]], state)
-        want = model([[1, 2, 5], [3, 4, 6]])[:, -1:]
-    torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-13)
+def test_rows_that_fill_the_grid_are_dense() -> None:
+    assert bounds(2, 4) is None
+    assert bounds(2, 4, [4, 4]) is None
+    assert bounds(2, 4, [4, 4], "left") is None
+    assert bounds(1, 4, cu_seqlens=[0, 4]) == ((0,), (4,))
 
 
 MALFORMED: dict[str, dict[str, Any]] = {
