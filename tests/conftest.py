@@ -1,4 +1,5 @@
-"""One thread per test worker, and a cache of emitted files of the run's own."""
+"""One thread per test worker, Triton interpreted (said before it is imported, as its own library is
+too), and a cache of emitted files of the run's own."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
