@@ -118,7 +118,8 @@ class Model(nn.Module):
         """Inputs with zeros where no row has a token: not even NaN there reaches a gradient.
         Integers, which are looked up, stay as they are."""
         batch, length = inputs[0].shape[:2]
-        if sum(b - a for a, b in zip(*rows, strict=True)) == batch * length:
+        floats = any(torch.is_tensor(x) and x.is_floating_point() for x in inputs)
+        if not floats or sum(b - a for a, b in zip(*rows, strict=True)) == batch * length:
             return [*inputs]
         place = torch.arange(batch * length, device=self.device)
         owned = torch.zeros_like(place, dtype=torch.bool)

@@ -282,12 +282,6 @@ _TILES: dict[str, Callable[[Body, Op], str]] = {
 }
 
 
-def unsupported(function: Function) -> str | None:
-    """Why a function cannot be printed as a kernel's body, or None."""
-    kinds = {op.kind for op in function.ops} - TABLE.keys() - _TILES.keys() - {"size"}
-    return f"{', '.join(sorted(kinds))} of one head and one token" if kinds else None
-
-
 def reduced(function: Function) -> set[str]:
     """The dims that some op of a function sums or takes the maximum over, or moves in a tile."""
     found: set[str | None] = set()
