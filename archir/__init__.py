@@ -8,7 +8,7 @@ logits = model(tokens)
 """
 
 from archir.check import check
-from archir.compile import compile
+from archir.compile import compile, op
 from archir.dsl import (
     attention,
     block,
@@ -53,6 +53,7 @@ from archir.dsl import (
 )
 from archir.interp import interpret
 from archir.pipeline import lower
+from archir.provide import provide
 from archir.recurrence import recurrence
 from archir.spec import HuggingFace, Spec, spec, trace
 from archir.text import parse

@@ -19,10 +19,11 @@ from typing import Annotated, Any
 import typer
 
 from archir import cost as costs
+from archir.compile import Request, RuleRequest, find_backend, request_for, request_for_rule
 from archir.compile import compile as compile_model
-from archir.compile import find_backend
 from archir.diagnostics import ArchirError, Loc, MismatchError, SpecError, UnsupportedError, nearest
 from archir.pipeline import STAGES, lower
+from archir.recurrence import Rule
 from archir.spec import USER_MODULE, Spec, builtin_names, resolve, trace
 
 DTYPES = ("float32", "bfloat16", "float64")
@@ -120,9 +121,27 @@ def compile_(
     backend: Annotated[str, typer.Option(help="what to emit")] = "eager",
     dtype: Dtype = "float32",
     out: Annotated[Path | None, typer.Option(help="copy the files to this folder")] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="compile kernels ahead of time: sm_80, sm_90, sm_100, gfx942"),
+    ] = None,
+    sizes: Annotated[str | None, typer.Option(help="of a rule's dims: K=128,V=128,H=1")] = None,
 ) -> None:
-    """Emit the code of every phase of a spec, and print where the files are."""
-    model = compile_model(spec, preset, config, backend=backend, dtype=_dtype(dtype))
+    """Emit the code of every phase of a spec, and print where the files are.
+
+    With --target, a spec or a rule becomes a package of files that needs archir no more.
+    """
+    found, dtype = resolve(spec), _dtype(dtype)
+    targets = [name for text in target or () for name in text.split(",")]
+    if targets or isinstance(found, Rule):
+        request = _request(spec, found, preset, config, dtype, sizes, targets)
+        runtime = find_backend(backend)
+        for path in runtime.package(request, targets, _out(out), _progress):
+            print(path)
+        return
+    if sizes is not None:
+        raise _sizes_of_spec(spec)
+    model = compile_model(found, preset, config, backend=backend, dtype=dtype)
     for phase, head in (("full", "all"), ("prefill", "last"), ("decode", "all")):
         if phase == "full" or model.causal:
             model.program(phase, head)
@@ -131,6 +150,73 @@ def compile_(
             out.mkdir(parents=True, exist_ok=True)
             file = Path(shutil.copy(file, out))
         print(file)
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _out(out: Path | None) -> Path:
+    if out is None:
+        raise SpecError(
+            "a package is a folder, and none is named",
+            code="out-missing",
+            next="add --out DIR",
+        )
+    return out
+
+
+def _request(
+    given: str,
+    found: Any,
+    preset: str | None,
+    config: Path | None,
+    dtype: str,
+    sizes: str | None,
+    targets: Sequence[str],
+) -> Request | RuleRequest:
+    """What is compiled ahead of time: a spec or a block, or a rule of given sizes."""
+    if not isinstance(found, Rule):
+        if sizes is not None:
+            raise _sizes_of_spec(given)
+        return request_for(found, preset, config, dtype=dtype)
+    if preset is not None or config is not None:
+        raise SpecError(
+            f"{given} is a rule: it has no presets and no config",
+            code="rule-config",
+            next="give its sizes: --sizes K=128,V=128",
+        )
+    request = request_for_rule(found, _sizes(sizes), dtype=dtype)
+    if not targets:
+        raise SpecError(
+            f"{given} is a rule: alone it is compiled ahead of time, and no target is named",
+            code="rule-target",
+            next="add --backend triton --target sm_90, or use it in a block or a spec",
+        )
+    return request
+
+
+def _sizes(given: str | None) -> dict[str, int]:
+    """`K=128,V=64` as sizes by dim."""
+    found: dict[str, int] = {}
+    for item in given.split(",") if given else ():
+        name, _, size = (part.strip() for part in item.partition("="))
+        if not name or not size.isdecimal() or int(size) == 0:
+            raise SpecError(
+                f"{item!r} in --sizes is no dim with a size",
+                code="sizes-format",
+                next="write --sizes K=128,V=128",
+            )
+        found[name] = int(size)
+    return found
+
+
+def _sizes_of_spec(given: str) -> SpecError:
+    return SpecError(
+        f"--sizes is of a rule's dims, and {given} has its sizes from a config",
+        code="sizes-spec",
+        next="give --preset or --config",
+    )
 
 
 @app.command()

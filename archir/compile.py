@@ -1,18 +1,21 @@
-"""compile: from a spec to an `nn.Module`. The one place that looks for a backend."""
+"""compile, op: from a spec to an `nn.Module`, from a rule to a torch function. The one place that
+looks for a backend."""
 
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from archir import types
+from archir import dims, types
 from archir.diagnostics import SpecError, UnsupportedError, nearest
 from archir.dsl import Block
 from archir.ir import Module
-from archir.pipeline import Options
+from archir.pipeline import Options, lower
 from archir.recurrence import Rule
 from archir.spec import Spec, resolve, spec_of_block
+from archir.types import Tensor
 
 GROUP = "archir.backends"
 
@@ -27,6 +30,16 @@ class Request:
     spec: Spec
     options: Options
     device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class RuleRequest:
+    """What a backend is asked to make of a rule alone: its module over operands [B, T, H, …]."""
+
+    name: str
+    module: Module
+    rule: Rule
+    options: Options
 
 
 def require_backend(name: str) -> importlib.metadata.EntryPoint:
@@ -92,6 +105,45 @@ def request_for(
     return Request(found.name, found.trace(chosen), chosen, found, options, device)
 
 
+def request_for_rule(
+    rule: Rule, sizes: Mapping[str, int], *, dtype: str = "float32"
+) -> RuleRequest:
+    """A rule alone on operands [B, T, H, …] of some sizes; H is 1 unless it is given.
+
+    Operands are in `dtype`, as in a model. Those that the domain bounds, such as decays and
+    strengths, and the states are float32 at least. Raises SpecError where a size is missing.
+    """
+    letters = list(dict.fromkeys(d for shape in rule.operands.values() for d in shape))
+    missing = [d for d in letters if d not in sizes]
+    example = ",".join(f"{d}={sizes.get(d, 128)}" for d in letters)
+    if missing:
+        raise SpecError(
+            f"rule {rule.name} needs the size of {' and '.join(missing)}",
+            code="sizes-missing",
+            facts=[
+                f"{d} is an axis of {', '.join(n for n, s in rule.operands.items() if d in s)}"
+                for d in missing
+            ],
+            next=f"add --sizes {example}",
+        )
+    unknown = [d for d in sizes if d not in (*letters, "H")]
+    if unknown:
+        raise SpecError(
+            f"rule {rule.name} has no dim {unknown[0]}",
+            code="sizes-dim",
+            facts=[f"dims: {', '.join(letters)}, and H, the heads"],
+            next=f"write --sizes {example}",
+        )
+    lead = (dims.symbol("B"), dims.symbol("T"), sizes.get("H", 1))
+    bounded = {name for name, text in rule.domain.items() if text != "unit"}
+    operands = {
+        name: Tensor("F" if name in bounded else "f", (*lead, *(sizes[d] for d in shape)))
+        for name, shape in rule.operands.items()
+    }
+    name = _float(dtype)
+    return RuleRequest(rule.name, rule.trace(operands), rule, Options(dtype=name))
+
+
 def compile(
     spec: Any,
     preset: str | None = None,
@@ -115,3 +167,30 @@ def compile(
         state_dtype=state_dtype, form=form,
     )  # fmt: skip
     return find_backend(backend).build(request)
+
+
+def op(rule: Any, backend: str = "eager", form: str = "auto") -> Any:
+    """A rule as a torch function, with gradients and without a model.
+
+    rule: the object, or `path.py:name`.  form: auto, recurrent, chunk or parallel.
+
+    `f(q, k, …, initial_state=None, lengths=None, padding="right", cu_seqlens=None,
+    return_state=False)` takes the rule's operands [B, T, H, …], [B, T, …] (one for all heads),
+    [H, …] (one for all tokens) or without both; H is all heads or a divisor of them, and value head
+    h reads head h // (heads // H). It returns the outputs [B, T, heads, …] in the dtype of the
+    first operand, a tuple where the rule has several, and with return_state also the final state.
+    A state is [R, heads, K, V] in float32, or float64 where the first operand is; a tuple in the
+    rule's order where it has several. Rows R are the batch, or the sequences that cu_seqlens packs
+    in one line [1, T]. Programs are emitted at first use: `f.files`, `f.kernels()`.
+    """
+    found = resolve(rule)
+    if not isinstance(found, Rule):
+        kind = type(found).__name__.lower()
+        raise SpecError(
+            f"{found.fn.__name__} is a {kind}, not a rule",
+            code="op-rule",
+            next="archir.compile makes a model of it; archir.op takes what @ar.recurrence made",
+        )
+    place = find_backend(backend)
+    lower(found.trace(), "prefill", stage="form", form=form)  # refuses a form that is not legal
+    return place.operator(found, form)

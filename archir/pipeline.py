@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from archir.diagnostics import UnsupportedError, nearest
-from archir.ir import Module
+from archir.ir import Module, Op
 from archir.passes.canonicalize import canonicalize
 from archir.passes.choose_form import choose_form
 from archir.passes.expand import expand
+from archir.passes.fuse import fuse
 from archir.passes.head import head
 from archir.passes.laws import compare, compare_layouts, compare_phases
 from archir.passes.precision import precision
@@ -29,7 +30,8 @@ class Options:
 
     phase: full, prefill or decode.  layout: dense or ragged.  head: all, last or loss.
     dtype: the model's.  form: auto, recurrent, chunk or parallel.  taps: whether inner values are
-    kept.  training: whether dropout draws.
+    kept.  training: whether dropout draws.  backend: who will print it; without one, ops that
+    every backend has.
     """
 
     phase: str = "full"
@@ -41,6 +43,13 @@ class Options:
     form: str = "auto"
     taps: bool = True
     training: bool = False
+    backend: str | None = None
+
+    def keeps(self, op: Op, module: Module) -> bool:
+        """Whether the backend takes an op as it is, and needs it neither fused nor expanded."""
+        from archir.compile import find_backend
+
+        return self.backend is not None and find_backend(self.backend).supports(op, module) is None
 
 
 def _specialize(module: Module, o: Options) -> Module:
@@ -53,7 +62,8 @@ PASSES: tuple[tuple[str, Callable[[Module, Options], Module]], ...] = (
     ("canonicalize", lambda module, _: canonicalize(module)),
     ("form", lambda module, o: choose_form(module, o.form)),
     ("precision", lambda module, o: precision(module, o.dtype, o.param_dtype, o.state_dtype)),
-    ("expand", lambda module, _: expand(module)),
+    ("fuse", lambda module, o: fuse(module, o.keeps)),
+    ("expand", lambda module, o: expand(module, o.keeps)),
 )
 STAGES = ("trace", *(name for name, _ in PASSES))
 
@@ -76,7 +86,7 @@ def lower(
 ) -> Module:
     """A traced module after the passes up to `stage` (all of them by default).
 
-    backend: who will print it; it must be installed. Every backend gets the same module so far.
+    backend: who will print it; it must be installed. What it has kernels for is fused and kept.
     training: dropout draws by keys made from a seed; without it, dropout is nothing.
     check: 1 verifies after each pass, 2 also interprets before and after.
     """
@@ -84,7 +94,9 @@ def lower(
         from archir.compile import require_backend
 
         require_backend(backend)
-    options = Options(phase, layout, head, dtype, param_dtype, state_dtype, form, taps, training)
+    options = Options(
+        phase, layout, head, dtype, param_dtype, state_dtype, form, taps, training, backend
+    )
     stage = stage or STAGES[-1]
     if stage not in STAGES:
         raise UnsupportedError(

@@ -746,6 +746,17 @@ def trace_scalars(
     return program.add(builder.finish(outputs))
 
 
+def trace_meaning(kind: str, operands: Mapping[str, Tensor], attrs: Mapping[str, Any]) -> Function:
+    """An op's NumPy meaning as an IR function of operands by name: its meaning run on tracers."""
+    builder = Builder(Program(), kind, None, "body")
+    with building(builder):
+        given = [builder.input(name, type_) for name, type_ in operands.items()]
+        returned = lookup(kind).meaning(*given, **attrs)
+        outputs = returned if isinstance(returned, tuple) else (returned,)
+    made = builder.finish([x.value for x in outputs])
+    return replace(made, ops=tuple(replace(op, loc=None) for op in made.ops))
+
+
 def init_of(init: Any) -> Init:
     """An Init, or an error that says what an init is."""
     if isinstance(init, Init):
@@ -761,5 +772,5 @@ def init_of(init: Any) -> Init:
 __all__ = [
     "SCALAR_ROLES", "ArchirError", "Builder", "Program", "Traced", "building", "current", "dims",
     "emit", "expand_dims", "finish", "init_of", "matmul", "trace_block", "trace_entry",
-    "trace_scalars", "where",
+    "trace_meaning", "trace_scalars", "where",
 ]  # fmt: skip

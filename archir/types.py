@@ -54,6 +54,9 @@ class Tensor:
     def with_dtype(self, dtype: str) -> Tensor:
         return Tensor(dtype, self.shape)
 
+    def with_shape(self, shape: tuple[int | Poly, ...]) -> Tensor:
+        return Tensor(self.dtype, shape)
+
 
 @dataclass(frozen=True)
 class List:
@@ -90,6 +93,11 @@ def is_float(dtype: str) -> bool:
 def promote(*dtypes: str) -> str:
     """The widest of several dtypes; integers and bools give way to floats."""
     return max(dtypes, key=_WIDTH.__getitem__)
+
+
+def size_of(dtype: str) -> int:
+    """Bytes of one element of a concrete dtype."""
+    return {"bool": 1, "bf16": 2, "f16": 2, "i32": 4, "f32": 4, "i64": 8, "f64": 8}[dtype]
 
 
 def resolve(dtype: str, model: str) -> str:

@@ -6,14 +6,39 @@ files for people, loads them, and builds the `nn.Module` tree they run on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from archir.compile import Request
+from archir.compile import Request, RuleRequest
 from archir.diagnostics import UnsupportedError
 from archir.ir import Function, Module, Op
+from archir.recurrence import Rule
+
+
+@dataclass(frozen=True)
+class KernelRecord:
+    """What runs beyond torch calls: its name, what it computes, what runs it, and what gives its
+    gradient."""
+
+    name: str
+    about: str
+    runs: str
+    gradient: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.about}\n  runs: {self.runs}\n  gradient: {self.gradient}"
+
+
+class KernelRecords(tuple[KernelRecord, ...]):
+    """Kernels, which print one below the other."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "every op is a torch call"
+
+    __repr__ = __str__
 
 
 class Backend(Protocol):
@@ -21,16 +46,18 @@ class Backend(Protocol):
 
     name: str
 
-    def supports(self, op: Op) -> str | None:
-        """None where the backend has an emission for the op, else the reason."""
+    def supports(self, op: Op, module: Module | None = None) -> str | None:
+        """None where the backend has an emission for the op, else the reason. The module has the
+        functions that the op carries."""
         ...
 
     def emit_tree(self, module: Module, title: str) -> dict[str, str]:
         """File name → source of the module tree of a traced module, and what it imports."""
         ...
 
-    def emit_program(self, module: Module, traced: Module, title: str) -> str:
-        """The source of one lowered module: plain functions on the tree."""
+    def emit_program(self, module: Module, traced: Module, title: str, name: str) -> dict[str, str]:
+        """File name → source of one lowered module: `name.py` has plain functions on the tree, and
+        offers the entry (`__all__`); files that it imports stand before it."""
         ...
 
     def load(self, folder: Path, name: str) -> ModuleType:
@@ -51,8 +78,23 @@ class Backend(Protocol):
         """The entry function of one phase of a built model: lowered, emitted and loaded."""
         ...
 
-    def kernels(self) -> tuple[str, ...]:
-        """What runs beyond torch calls."""
+    def operator(self, rule: Rule, form: str) -> Any:
+        """A rule as a torch function: what `archir.op` returns."""
+        ...
+
+    def kernels(self, folder: Path, programs: Iterable[str], device: Any) -> KernelRecords:
+        """What runs beyond torch calls in programs of a folder, on a device."""
+        ...
+
+    def package(
+        self,
+        request: Request | RuleRequest,
+        targets: Sequence[str],
+        out: Path,
+        report: Callable[[str], None],
+    ) -> list[Path]:
+        """Writes what is asked for into a folder, its kernels compiled for targets that need not be
+        there; the files. The folder needs archir no more. `report` is told each step."""
         ...
 
     def runner(self, request: Request) -> Any:
@@ -68,11 +110,12 @@ class Backend(Protocol):
         ...
 
 
-def refuse_unsupported(backend: Backend, functions: Iterable[Function]) -> None:
-    """Raises UnsupportedError at the first op that a backend has no emission for."""
+def refuse_unsupported(backend: Backend, functions: Iterable[Function], module: Module) -> None:
+    """Raises UnsupportedError at the first op of a module's functions that a backend has no
+    emission for."""
     for function in functions:
         for op in function.ops:
-            reason = backend.supports(op)
+            reason = backend.supports(op, module)
             if reason is not None:
                 raise UnsupportedError(
                     f"{backend.name} cannot emit {op.kind} in {function.name}: {reason}",

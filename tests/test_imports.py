@@ -29,7 +29,7 @@ LAYERS = (
     "trace recurrence dsl",
     "passes recurrence.lift interp inputs",
     "pipeline spec analysis",
-    "fuzz cost compile check",
+    "fuzz cost compile check provide",
     "cli __main__",
 )
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names.split()}

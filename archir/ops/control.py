@@ -132,13 +132,16 @@ def _infer_pointwise(site: Site) -> tuple[Type, ...]:
         assert isinstance(value.type, Tensor)
         floats = types.is_float(value.type.dtype)
         own = dtype if floats and types.is_float(dtype) else value.type.dtype
-        made.append(Tensor(own, shape))
+        made.append(Tensor(site.attrs.get("dtype", own) if floats else own, shape))
     return tuple(made)
 
 
 @op("control", infer=_infer_pointwise)
-def pointwise(*operands: Any, fn: Callable[..., Any]) -> Any:
-    """A function of scalars at every element, computed in F and rounded once."""
+def pointwise(*operands: Any, fn: Callable[..., Any], dtype: str = "") -> Any:
+    """A function of scalars at every element, computed in F and rounded once.
+
+    dtype: of float results; unless given the widest of the operands.
+    """
     got = fn(*operands)
     shape = np.broadcast_shapes(*(np.shape(x) for x in operands))
     if isinstance(got, tuple):

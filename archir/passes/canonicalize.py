@@ -18,7 +18,7 @@ from archir.text import print_op
 
 def canonicalize(module: Module) -> Module:
     """Removes what no output, store or tap can see, and merges equal pure ops."""
-    return merge(_drop_dead(module))
+    return merge(drop_dead(module))
 
 
 def writers(module: Module) -> set[str]:
@@ -30,7 +30,8 @@ def writers(module: Module) -> set[str]:
     return found
 
 
-def _drop_dead(module: Module) -> Module:
+def drop_dead(module: Module) -> Module:
+    """Removes pure ops whose results nothing reads."""
     writing = writers(module)
 
     def change(function: Function) -> Function:

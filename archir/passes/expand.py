@@ -19,21 +19,24 @@ from archir.dims import Poly
 from archir.ir import Function, Module, Op, Ref, Value
 from archir.ops.state import placed, state_axes
 from archir.passes.canonicalize import merge
+from archir.passes.fuse import Keeps
 from archir.passes.rewrite import Rewriter
 from archir.recurrence.lift import batch
-from archir.text import print_function
 from archir.types import Tensor
 
 
-def expand(module: Module) -> Module:
-    """Writes pointwise functions and recurrent state updates as tensor ops, equal ones once."""
+def expand(module: Module, keeps: Keeps = lambda op, module: False) -> Module:
+    """Writes pointwise functions and recurrent state updates as tensor ops, equal ones once; what
+    the backend `keeps` stays."""
     functions: dict[str, Function] = {}
     ragged = any(op.kind == "ragged" for op in module.entry.ops)
     for function in module.functions:
         new = Rewriter(function, functions)
         new.keep_signature()
         for op in function.ops:
-            if op.kind == "pointwise":
+            if keeps(op, module):
+                new.copy(op)
+            elif op.kind == "pointwise":
                 _pointwise(new, op)
             elif op.kind == "state_update":
                 _recurrent(new, op, ragged)
@@ -62,7 +65,7 @@ def _recurrent(new: Rewriter, op: Op, ragged: bool) -> None:
     xs, carried, seq = operands[:count], operands[count:-1], operands[-1]
     first = carried[0].type
     assert isinstance(first, Tensor)
-    lead = first.shape[:2]
+    lead, wide = first.shape[:2], first.dtype
     binding: dict[str, int | Poly] = {}
     scanned: list[Value] = []
     constant: list[bool] = []
@@ -71,6 +74,8 @@ def _recurrent(new: Rewriter, op: Op, ragged: bool) -> None:
         inner = x.type.shape[x.type.rank - declared.type.rank :]
         types.match(declared.type, Tensor(declared.type.dtype, inner), binding)
         leading = placed(x.type, declared.type.rank)
+        x = new.to_dtype(x, wide, op.loc)
+        assert isinstance(x, Value)
         scanned.append(_by_step(new, op, x, leading, lead, inner, seq))
         constant.append("T" not in leading)
     order = [x for x, c in zip(scanned, constant, strict=True) if not c]
@@ -79,17 +84,18 @@ def _recurrent(new: Rewriter, op: Op, ragged: bool) -> None:
     if ragged:
         order.append(new.emit("valid", seq, loc=op.loc))
         body = _keep_ended(body, states, len(order) - 1 + states)
-    name = _add(new, body)
+    name = new.add_function(body)
     made = new.emit(
         "scan", *carried, *order, *consts, body=Ref(name), carry=states, xs=len(order),
         hint=op.results[0].name, loc=op.loc,
     )  # fmt: skip
     made = made if isinstance(made, tuple) else (made,)
     like = next(x for x, c in zip(xs, constant, strict=True) if not c)
-    outputs = [
-        new.emit("unsteps", y, like, seq, hint=r.name, loc=op.loc)
-        for y, r in zip(made[states:], op.results, strict=False)
-    ]
+    outputs = []
+    for y, result in zip(made[states:], op.results, strict=False):
+        assert isinstance(result.type, Tensor)
+        y = new.to_dtype(y, result.type.dtype, op.loc)
+        outputs.append(new.emit("unsteps", y, like, seq, hint=result.name, loc=op.loc))
     new.values.update(zip(op.results, (*outputs, *made[:states]), strict=True))
 
 
@@ -152,16 +158,3 @@ def _consts_last(body: Function, states: int, constant: list[bool]) -> Function:
     scanned = tuple(v for v, c in zip(rest, constant, strict=True) if not c)
     consts = tuple(v for v, c in zip(rest, constant, strict=True) if c)
     return replace(body, inputs=(*carried, *scanned, *consts))
-
-
-def _add(new: Rewriter, body: Function) -> str:
-    """The name of an equal function already there, or of this one, added."""
-    name, ordinal = body.name, 0
-    while name in new.functions:
-        twin = replace(body, name=name)
-        if print_function(new.functions[name], False) == print_function(twin, False):
-            return name
-        ordinal += 1
-        name = f"{body.name}_{ordinal}"
-    new.functions[name] = replace(body, name=name)
-    return name

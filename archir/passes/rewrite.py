@@ -10,6 +10,7 @@ from archir import ir
 from archir.diagnostics import Loc
 from archir.ir import Field, Function, Module, Op, Operand, Value
 from archir.ops import infer_op
+from archir.text import print_function
 from archir.types import Tensor, Type
 
 
@@ -85,6 +86,18 @@ class Rewriter:
         if not isinstance(x, Value) or not isinstance(x.type, Tensor) or x.type.dtype == dtype:
             return x
         return self.emit("cast", x, dtype=dtype, hint=x.name, loc=loc)
+
+    def add_function(self, function: Function) -> str:
+        """The name of an equal function that the module has already, or of this one, added."""
+        name, ordinal = function.name, 0
+        while name in self.functions:
+            twin = replace(function, name=name)
+            if print_function(self.functions[name], False) == print_function(twin, False):
+                return name
+            ordinal += 1
+            name = f"{function.name}_{ordinal}"
+        self.functions[name] = replace(function, name=name)
+        return name
 
     def inline(
         self, function: Function, given: tuple[Operand, ...], loc: Loc | None = None

@@ -254,6 +254,11 @@ def only_full(module: Module) -> Op | None:
     return next(_looking_ahead(module), None)
 
 
+def only_dense(module: Module) -> Op | None:
+    """The first op that mixes the axis of tokens itself, so that rows must be of one length."""
+    return next((op for op in _looking_ahead(module) if op.kind != "attention"), None)
+
+
 def _looking_ahead(module: Module) -> Iterator[Op]:
     tokens = _tokens(module.entry)
     axis = dims.bare(tokens.type.shape[1]) if tokens and isinstance(tokens.type, Tensor) else None
@@ -266,7 +271,8 @@ def _looking_ahead(module: Module) -> Iterator[Op]:
 
 def _refuse_mixing(module: Module) -> None:
     """Raises where an op would take in padding, or the tokens of other rows."""
-    for op in (op for op in _looking_ahead(module) if op.kind != "attention"):
+    op = only_dense(module)
+    if op is not None:
         raise UnsupportedError(
             f"{op.kind} over tokens does not know where rows of unlike length end",
             code="layout-mixing",

@@ -219,17 +219,17 @@ class Rule:
             sizes |= zip(shape, np.shape(x), strict=True)
         return _bound(self.fn, sizes)(*arrays)
 
-    def trace(self) -> Module:
-        """A module that runs this rule alone over [B, T, H, …] operands."""
+    def trace(self, types: Mapping[str, Tensor] | None = None) -> Module:
+        """A module that runs this rule alone over operands [B, T, H, …], or of given types."""
         program = Program()
         builder = Builder(program, f"run_{self.name}", source.definition(self.fn), "entry")
         lead = tuple(dims.symbol(d) for d in ("B", "T", "H"))
+        types = types or {
+            name: Tensor("f", (*lead, *(dims.symbol(d) for d in shape)))
+            for name, shape in self.operands.items()
+        }
         with building(builder):
-            given = [
-                builder.input(name, Tensor("f", (*lead, *(dims.symbol(d) for d in shape))))
-                for name, shape in self.operands.items()
-            ]
-            made = self(*given)
+            made = self(*(builder.input(name, types[name]) for name in self.operands))
         outputs = [o.value for o in (made if isinstance(made, tuple) else (made,))]
         return finish(program, builder.finish(outputs, tuple(self.outputs)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from archir import dims, types
 from archir.dims import CeilDiv, Poly
@@ -43,7 +43,7 @@ class Program:
 
     names: Python names of functions.  stateful: functions that take `state`.  drawing: functions
     that take the call's `seed`.  linears: for each function, its scopes that are nn.Linear.
-    emit: how each kind of op is printed.
+    emit: how each kind of op is printed.  imported: names that are taken.
     """
 
     names: Mapping[str, str]
@@ -51,6 +51,7 @@ class Program:
     drawing: Collection[str]
     linears: Mapping[str, Collection[str]]
     emit: Mapping[str, Emitter]
+    imported: frozenset[str] = frozenset()
 
 
 class Printer:
@@ -67,7 +68,7 @@ class Printer:
         self._fields = {f.value: f for f in function.fields}
         self._cast_inside = self._casts_inside()
         self._inside: str | None = None
-        self._reserved = RESERVED.union(program.names.values())
+        self._reserved = RESERVED.union(program.names.values(), program.imported)
         if any(tree.pinned(f) for f in function.fields):
             self._reserved |= {"w"}
         # Symbol → its Python name, and → where it can first be read and how; `_needed` are read.
@@ -288,7 +289,9 @@ class Printer:
             self.lines += [*made[:-1], made[-1] + _note(op, op.results[-1:])]
         else:
             if self._inside:
-                made = f"{self._inside}(lambda w: {made})"
+                # what it reads are defaults, not cells: torch.compile cannot free those
+                read = "".join(f", {n}={n}" for v in op.values if (n := self.names.get(v)))
+                made = f"{self._inside}(lambda w{read}: {made})"
             targets = ", ".join(self.define(v) for v in op.results)
             self.lines.append(f"{targets} = {made}{_note(op, op.results[:1])}")
         self._inside = None
@@ -298,7 +301,7 @@ class Printer:
     def _float32_of(self, op: Op) -> str | None:
         """The module in whose forward an op runs, that of its first pinned operand (D9). What
         runs other functions or writes stays outside."""
-        if op.refs() or lookup(op.kind).effect:
+        if (op.refs() and op.kind != "pointwise") or lookup(op.kind).effect:
             return None
         fields = (self._fields.get(v) for v in op.values)
         return next((_float32(f) for f in fields if f is not None and tree.pinned(f)), None)
@@ -390,23 +393,40 @@ def owners(module: Module, kind: str) -> set[str]:
 
 
 def printed(module: Module) -> list[Function]:
-    """Functions that code still refers to (rules and inlined pointwise functions are not)."""
+    """Functions that code refers to: not the rules and pointwise functions that became kernels, or
+    what `expand` made of them."""
     used: set[str] = set()
     for function in module.functions:
         for op in function.ops:
-            used |= set(op.refs())
+            used |= set(op.refs()) if op.kind not in ("state_update", "pointwise") else set()
     return [f for f in module.functions if f.name in used or f.role == "entry"]
 
 
 def emit_program(
-    module: Module, traced: Module, title: str, emit: Mapping[str, Emitter] = EMIT
+    module: Module,
+    traced: Module,
+    title: str,
+    emit: Mapping[str, Emitter] = EMIT,
+    imports: Mapping[str, str] | None = None,
 ) -> str:
-    """The source of a lowered module; `traced` decides which scopes are nn.Linear modules."""
+    """The source of a lowered module; `traced` decides which scopes are nn.Linear modules.
+
+    imports: what the emitters call beyond torch and the support file, and the lines that import it.
+    """
     linears = {f.name: tree.linears(f) for f in traced.functions}
     stateful, drawing = owners(module, "state"), owners(module, "key")
-    program = Program(function_names(module), stateful, drawing, linears, emit)
+    imports = imports or {}
+    program = Program(function_names(module), stateful, drawing, linears, emit, frozenset(imports))
     about = "Emitted by archir from the spec; one line per op, its shape and its line."
-    imports = "import torch\nimport torch.nn.functional as F\n\nfrom . import support as ar"
-    head = f'"""{title}\n\n{about}\n"""\n\n{imports}'
+    lines = ["import torch", "import torch.nn.functional as F", "", "from . import support as ar"]
+    head = "\n".join([f'"""{title}\n\n{about}\n"""\n', *lines, *imports.values()])
     body = [Printer(function, program).print() for function in printed(module)]
-    return "\n\n\n".join([head, *body]) + "\n"
+    offered = f'__all__ = ["{program.names[module.entry.name]}"]'
+    return "\n\n\n".join([head, *body, offered]) + "\n"
+
+
+def print_plain(module: Module, names: Mapping[str, str]) -> list[str]:
+    """The functions of a module without scopes, its entry as a plain function like the others."""
+    program = Program(names, (), (), {}, EMIT)
+    found = [replace(f, role="body") if f.role == "entry" else f for f in printed(module)]
+    return [Printer(function, program).print() for function in found]

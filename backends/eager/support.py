@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from archir.philox import fold, philox, threshold
 from archir.sequence import Rows
@@ -115,7 +116,7 @@ def ragged(
 
 def positions(x: Tensor, seq: Rows, limit: int | None = None) -> Tensor:
     """Absolute positions, i64[B, T]."""
-    if limit is not None and max(seq.lengths, default=0) > limit:
+    if limit is not None and any(n > limit for n in seq.lengths):
         raise ValueError(f"{max(seq.lengths)} tokens do not fit the context of {limit}")
     key = ("positions", x.device)
     if key not in seq.memo:
@@ -327,7 +328,8 @@ def attention(
         }  # fmt: skip
         return _row_by_row(q, k, v, seq, keys, how)
     n, m, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-    window = None if window is None or window >= m else window
+    if window is not None and not torch.compiler.is_compiling():  # there it would split lengths
+        window = None if window >= m else window
     if score is not None or dropout_key is not None:
         keep = None
         if dropout_key is not None:
@@ -337,11 +339,11 @@ def attention(
         return _scored(q, k, v, seq, causal, window, scale, score, mask, keep)
     hidden = (causal and n > 1) or window is not None or mask is not None
     hidden = hidden or not seq.uniform
-    square = causal and n == m and window is None and mask is None
+    square = causal and 1 < n == m and window is None and mask is None
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     seen = None if square or not hidden else _seen(q.device, n, m, seq, causal, window, mask)
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=seen, is_causal=square and n > 1, scale=scale, enable_gqa=group > 1
+        q, k, v, attn_mask=seen, is_causal=square, scale=scale, enable_gqa=group > 1
     )
     return out.transpose(1, 2)
 
@@ -378,7 +380,7 @@ def _seen(
 ) -> Tensor:
     """Which keys a query sees, bool[n, m] or, for rows of unlike pasts, bool[R, 1, n, m]; made
     once per sequence and kind of attention."""
-    key = ("seen", n, m, causal, window, mask, device)
+    key = ("seen", causal, window, mask, device)  # a sequence says n and m
     if key not in seq.memo:
         i, j = _query_key(device, n, m, seq)
         # of rows with unlike pasts, the shorter have no key at the last positions
@@ -434,6 +436,26 @@ def _scored(
     return torch.einsum("bhij,bjhd->bihd", p, v.to(w)).to(q.dtype)
 
 
+def _chunk_loss(x: Tensor, w: Tensor, targets: Tensor, tail: Any) -> Tensor:
+    """Σ cross entropy of one chunk, in float32 at least."""
+    z = F.linear(x, w.to(x.dtype)).to(wide(x.dtype))
+    z = tail(z) if tail is not None else z
+    return F.cross_entropy(z, targets, reduction="sum")
+
+
+def _traced_loss(x: Tensor, w: Tensor, targets: Tensor, tail: Any, size: int) -> Tensor:
+    """What `_ChunkedLoss` makes, for a compiler, which cannot trace gradients made by hand: a
+    chunk's scores are made again for them, so that no more than one chunk is ever held here too."""
+    total, start = x.new_zeros((), dtype=wide(x.dtype)), 0
+    w = w.to(total.dtype)  # gradients of chunks are summed in it
+    while start < x.shape[0]:  # a `range` would fix the number of tokens
+        part = slice(start, start + size)
+        inputs = x[part], w, targets[part], tail
+        total = total + checkpoint(_chunk_loss, *inputs, use_reentrant=False)
+        start += size
+    return total
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Σ cross entropy over chunks of tokens. Gradients are made in the forward pass, chunk by
     chunk, so that no more than one chunk of scores is ever held."""
@@ -450,9 +472,7 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.enable_grad():
                 xs = x[part].detach().requires_grad_(needs[0])
                 ws = w.detach().requires_grad_(needs[1])
-                z = F.linear(xs, ws).to(w32)
-                z = tail(z) if tail is not None else z
-                loss = F.cross_entropy(z, targets[part], reduction="sum")
+                loss = _chunk_loss(xs, ws, targets[part], tail)
             wanted = [t for t, n in zip((xs, ws), needs, strict=True) if n]
             made = iter(torch.autograd.grad(loss, wanted) if wanted else ())
             if dx is not None:
@@ -489,6 +509,10 @@ def cross_entropy(
 ) -> Tensor:
     """Mean of logsumexp(z) − z[target] over targets ≠ −100, z = tail(x wᵀ); 0 without targets."""
     keep = (targets != -100).reshape(-1)
+    if torch.compiler.is_compiling():
+        # how many stay is not known there, so the others run too
+        total = _traced_loss(x.reshape(-1, x.shape[-1]), w, targets.reshape(-1), tail, chunk)
+        return total / keep.sum().clamp(min=1)
     x = x.reshape(-1, x.shape[-1])[keep]
     total = _ChunkedLoss.apply(x, w, targets.reshape(-1)[keep], tail, chunk)
     return total / max(1, x.shape[0])

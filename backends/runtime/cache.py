@@ -17,6 +17,7 @@ from types import ModuleType
 
 import archir
 import backends
+from archir.diagnostics import MismatchError
 
 
 def root() -> Path:
@@ -32,7 +33,7 @@ def toolchain() -> str:
     for package in (archir, backends):
         assert package.__file__ is not None
         for file in sorted(Path(package.__file__).parent.rglob("*")):
-            if file.suffix in (".py", ".jinja"):
+            if file.suffix in (".py", ".jinja", ".toml"):
                 digest.update(file.read_bytes())
     return digest.hexdigest()
 
@@ -43,16 +44,42 @@ def folder(name: str, *parts: str) -> Path:
     return root() / f"{name}-{digest}"
 
 
+_MARK = "# as emitted: "
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def intact(path: Path) -> bool:
+    """Whether a file is there as `write` wrote it: it ends with a digest of what stands above."""
+    if not path.is_file():
+        return False
+    text, mark, digest = path.read_text().rpartition(_MARK)
+    return bool(mark) and digest.strip() == _digest(text)
+
+
 def write(place: Path, files: dict[str, str]) -> list[Path]:
-    """Writes files into a folder, each aside and then renamed; equal ones stay untouched."""
+    """Writes files into a folder, in order, each aside and then renamed; equal ones stay untouched.
+    Each ends with a digest of itself, so that one edited by hand is not taken for an emitted one.
+    """
     paths = []
     for name, text in files.items():
+        text = f"{text}{_MARK}{_digest(text)}\n"
         path = place / name
         paths.append(path)
         if path.is_file() and path.read_text() == text:
             continue
-        place.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=place, prefix=f".{name}.")
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            handle, aside = tempfile.mkstemp(dir=place, prefix=f".{name}.")
+        except OSError as error:
+            raise MismatchError(
+                f"{name} is not in the cache yet, and cannot be written there: {error.strerror}",
+                code="cache-write",
+                facts=[f"the folder: {place}"],
+                next="set ARCHIR_CACHE to a folder that can be written, or fill this one first",
+            ) from None
         with os.fdopen(handle, "w") as file:
             file.write(text)
         os.replace(aside, path)

@@ -25,10 +25,21 @@ from archir.layout import Layout, check_total, tensor
 from archir.passes.specialize import drops, only_full
 from archir.pipeline import lower
 from archir.types import Tensor, is_float
+from backends.api import KernelRecords
 from backends.runtime import pieces
 from backends.runtime import state as states
 from backends.runtime.layout import Bounds, bounds
 from backends.runtime.state import DTYPES, State
+
+
+def _untraced(method: Callable[..., None]) -> Callable[..., None]:
+    """Marks a method that torch.compile calls where it meets it, and does not trace.
+
+    That is all `torch.compiler.assume_constant_result` does, but calling it imports the compiler,
+    which takes as long as importing torch.
+    """
+    method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return method
 
 
 class Model(nn.Module):
@@ -38,8 +49,10 @@ class Model(nn.Module):
     _backend: Any
     _folder: Path
 
-    def _attach(self, request: Request, backend: Any, folder: Path) -> None:
+    def _attach(self, request: Request, marked: Module, backend: Any, folder: Path) -> None:
+        """marked: the request's module with what `archir.provide` changes in it; it is lowered."""
         self._request, self._backend, self._folder = request, backend, folder
+        self._module = marked
         self._programs: dict[tuple[str, str, str, bool], Callable[..., Any]] = {}
         self._lowered: dict[tuple[str, str, str, bool], Module] = {}
         self._drops = drops(request.module)
@@ -262,8 +275,9 @@ class Model(nn.Module):
         if key not in self._lowered:
             o = self._request.options
             self._lowered[key] = lower(
-                self._request.module, phase, layout, dtype=o.dtype, form=o.form, head=head,
+                self._module, phase, layout, dtype=o.dtype, form=o.form, head=head,
                 param_dtype=o.param_dtype, state_dtype=o.state_dtype, training=training,
+                backend=self._backend.name,
             )  # fmt: skip
         return self._lowered[key]
 
@@ -272,9 +286,14 @@ class Model(nn.Module):
     ) -> Callable[..., Any]:
         """The emitted entry function of a phase."""
         key = (phase, head, layout, training)
+        self._emit(*key)
+        return self._programs[key]
+
+    @_untraced
+    def _emit(self, *key: Any) -> None:
+        """Lowers, prints and loads a program unless it is there."""
         if key not in self._programs:
             self._programs[key] = self._backend.program(self, *key)
-        return self._programs[key]
 
     @property
     def files(self) -> list[Path]:
@@ -284,9 +303,11 @@ class Model(nn.Module):
         known = ("full_", "prefill_", "decode_")
         return sorted(p for p in shared if p.name in phases or not p.name.startswith(known))
 
-    def kernels(self) -> list[str]:
-        """What runs beyond torch calls; eager has no kernels of its own."""
-        return list(self._backend.kernels())
+    def kernels(self) -> KernelRecords:
+        """What runs beyond torch calls in the programs used so far: printed, it says of each kernel
+        what it computes, what runs it here, and what gives its gradient."""
+        programs = [program_name(*key) for key in self._programs]
+        return self._backend.kernels(self._folder, programs, self.device)
 
     def empty_state(self, rows: int, reserve: int = 16) -> State:
         """The state of `rows` rows before any token, with storage for `reserve` tokens each."""
@@ -437,6 +458,7 @@ class Model(nn.Module):
 
     # ---- checks
 
+    @_untraced
     def _check_ready(self) -> None:
         first = next(self.parameters(), None)
         seen = (id(first), first.dtype, first.is_meta) if first is not None else ()
@@ -468,14 +490,15 @@ class Model(nn.Module):
                 )
 
     def _check_context(self, new: Sequence[int], past: Sequence[int]) -> None:
-        row = max(range(len(new)), key=lambda r: new[r] + past[r], default=None)
-        if self._limit is None or row is None or new[row] + past[row] <= self._limit:
+        limit = self._limit
+        if limit is None or all(n + seen <= limit for n, seen in zip(new, past, strict=True)):
             return
+        row = max(range(len(new)), key=lambda r: new[r] + past[r])
         raise MismatchError(
-            f"{new[row] + past[row]} tokens do not fit the context of {self._limit}",
+            f"{new[row] + past[row]} tokens do not fit the context of {limit}",
             code="context-exceeded",
             facts=[f"{new[row]} new tokens after {past[row]} of past"],
-            next=f"shorten the prompt to {self._limit} tokens, or use a longer context",
+            next=f"shorten the prompt to {limit} tokens, or use a longer context",
         )
 
     def _input(self, tokens: Any) -> torch.Tensor:
@@ -492,7 +515,10 @@ class Model(nn.Module):
                 next=hint or "give one integer per token, a row for each sequence",
             )
         x = x.to(self.device) if floats else x.to(self.device, torch.int64)
-        if not floats and self._vocabulary and x.device.type == "cpu" and x.numel():
+        # A compiler that traces this call knows no values, and a GPU would have to be waited for:
+        # there the lookup itself finds a wrong token.
+        known = x.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not floats and self._vocabulary and known and x.numel():
             low, high = int(x.min()), int(x.max())
             if low < 0 or high >= self._vocabulary:
                 raise MismatchError(

@@ -9,7 +9,7 @@ them out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ HELPERS = {
     "_expm1": '''
         """exp(x) − 1, accurate near 0 (Kahan)."""
         u = tl.exp(x)
-        plain = (u == 1.0) | (tl.abs(x) > 17.0)  # there u − 1 is as good
+        plain = (u == 1.0) | (tl.abs(x) > 40.0)  # there u − 1 is as good
         exact = (u - 1.0) * tl.where(plain, 0.0, x) / tl.log(tl.where(plain, 2.0, u))
         return tl.where(plain, tl.where(u == 1.0, x, u - 1.0), exact)
     ''',
@@ -99,24 +99,30 @@ class Axis:
 
 
 class Body:
-    """The statements of a function; names of values are kept where they are free."""
+    """The statements of a function; names of values are kept where they are free.
 
-    def __init__(self, function: Function, axes: Mapping[str, Axis], taken: set[str]) -> None:
-        self.function, self.axes, self.taken = function, axes, taken
+    dtype: what it computes in, `float32` or `float64`.
+    """
+
+    def __init__(
+        self, function: Function, axes: Mapping[str, Axis], taken: set[str], dtype: str
+    ) -> None:
+        self.function, self.axes, self.taken, self.dtype = function, axes, taken, dtype
         self.names: dict[Value, str] = {}
         self.known: dict[Value, float] = {}
-        self.lines: list[str] = []
 
-    def print(self, inputs: Mapping[Value, str]) -> list[str]:
+    def print(self, inputs: Mapping[Value, str], ops: Sequence[Op] | None = None) -> list[str]:
         """One line per op, with the spec's line as a comment; results are in `names`."""
         self.names |= inputs
-        for op in self.function.ops:
-            if not self._fold(op):
-                text = self._expression(op)
-                name = self._define(op.result)
-                place = f"  # {op.loc.short}" if op.loc else ""
-                self.lines.append(f"{name} = {text}{place}")
-        return self.lines
+        return [line for op in (self.function.ops if ops is None else ops) for line in self.op(op)]
+
+    def op(self, op: Op) -> list[str]:
+        """The line of an op; none where its result is a number known already."""
+        if self._fold(op):
+            return []
+        text = self.expression(op)
+        place = f"  # {op.loc.short}" if op.loc else ""
+        return [f"{self.define(op.result)} = {text}{place}"]
 
     def __call__(self, operand: Operand) -> str:
         if isinstance(operand, Value) and operand not in self.known:
@@ -125,7 +131,10 @@ class Body:
         text = repr(value) if math.isfinite(value) else f'float("{value}")'
         return f"({text})" if text.startswith("-") else text
 
-    def _define(self, value: Value) -> str:
+    def define(self, value: Value) -> str:
+        """The name of a value: its own where that is free."""
+        if value in self.names:
+            return self.names[value]
         name, ordinal = value.name, 0
         while name in self.taken:
             ordinal += 1
@@ -158,7 +167,8 @@ class Body:
         assert isinstance(value.type, Tensor)
         return tuple(dims.bare(size) for size in value.type.shape)
 
-    def _expression(self, op: Op) -> str:
+    def expression(self, op: Op) -> str:
+        """The right side of an op's line."""
         if op.kind in TABLE:
             return TABLE[op.kind].format(*(self(x) for x in op.operands))
         if op.kind not in _TILES:
@@ -180,7 +190,8 @@ class Body:
 
 
 def _cast(p: Body, op: Op) -> str:
-    dtype = {"f32": "float32", "i32": "int32", "i64": "int64", "bool": "int1"}[op.attrs["dtype"]]
+    exact = {"i32": "int32", "i64": "int64", "bool": "int1"}
+    dtype = exact.get(op.attrs["dtype"], p.dtype)
     return f"({p(op.operands[0])}).to(tl.{dtype})"
 
 
@@ -254,7 +265,7 @@ def _eye(p: Body, op: Op) -> str:
 def _fill(p: Body, op: Op) -> str:
     blocks = ", ".join(f"BLOCK_{d}" if d else "1" for d in p.letters(op.result))
     comma = "," * (len(p.letters(op.result)) == 1)
-    return f"tl.full(({blocks}{comma}), {float(op.attrs['value'])!r}, tl.float32)"
+    return f"tl.full(({blocks}{comma}), {float(op.attrs['value'])!r}, tl.{p.dtype})"
 
 
 def _pow(p: Body, op: Op) -> str:
@@ -280,6 +291,15 @@ _TILES: dict[str, Callable[[Body, Op], str]] = {
     "fill": _fill,
     "pow": _pow,
 }
+
+
+def printable(function: Function) -> str:
+    """Why a function cannot be a kernel's body, naming the op; "" where it can."""
+    for op in function.ops:
+        if op.kind not in TABLE and op.kind not in _TILES and op.kind != "size":
+            line = f" ({op.loc.short})" if op.loc else ""
+            return f"{op.kind} of {function.name}{line} has no form on tiles"
+    return ""
 
 
 def reduced(function: Function) -> set[str]:

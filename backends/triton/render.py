@@ -43,20 +43,25 @@ def render(template: str, /, **given: Any) -> str:
     """A template filled in, broken after commas where a line is too wide."""
     text = _environment().get_template(f"{template}.py.jinja").render(**given)
     ast.parse(text)
-    return "\n".join(piece for line in text.splitlines() for piece in wrap(line, 100)) + "\n"
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.startswith(("@", "def ", "# ")) and lines and not lines[-1].startswith(("@", "# ")):
+            while lines[-1] == "":
+                lines.pop()
+            lines += ["", ""]  # where a loop of the template ends, its blank lines are lost
+        lines += wrap(line, 100) if line else [line]
+    return "\n".join(lines) + "\n"
 
 
-def kernel_file(title: str, kernels: Sequence[str]) -> str:
-    """The source of a file of kernels, and the helpers they call."""
+def helpers(texts: Sequence[str]) -> list[str]:
+    """The source of the helpers that some texts call, callees first."""
     found: dict[str, str] = {}
-    pending = list(kernels)
+    pending = list(texts)
     while pending:
         text = pending.pop()
         for name, body in HELPERS.items():
             if name not in found and f"{name}(" in text:
                 lines = indent(dedent(body).strip("\n").rstrip(), "    ")
-                found[name] = f"@triton.jit\ndef {name}(x):\n{lines}\n"
+                found[name] = f"@triton.jit\ndef {name}(x):\n{lines}"
                 pending.append(found[name])
-    head = f'"""{title}\n\nEmitted by archir.\n"""\n\nimport triton\nimport triton.language as tl\n'
-    helpers = [found[name] for name in HELPERS if name in found]
-    return "\n\n".join([head, *helpers, *kernels])
+    return [found[name] for name in HELPERS if name in found]

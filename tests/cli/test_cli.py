@@ -220,6 +220,17 @@ WRONG = {
     "phase_unknown": Wrong("show gpt2 --phase train"),
     "dtype_unknown": Wrong("show gpt2 --dtype float8"),
     "backend_unknown": Wrong("compile gpt2 --preset tiny --backend eagr"),
+    "target_unknown": Wrong("compile {tmp}/my_spec.py:mine {ahead},sm_91 --out {tmp}/made"),
+    "target_interpreted": Wrong("compile {tmp}/my_spec.py:mine {ahead} --out {tmp}/made"),
+    "target_eager": Wrong("compile {tmp}/my_spec.py:mine --target sm_90 --out {tmp}/made"),
+    "target_no_folder": Wrong("compile {tmp}/my_spec.py:mine {ahead}"),
+    "sizes_of_a_spec": Wrong("compile {tmp}/my_spec.py:mine --sizes K=16"),
+    "sizes_missing": Wrong("compile {tmp}/my_spec.py:rule {ahead} --out {tmp}/made"),
+    "sizes_one_missing": Wrong("compile {tmp}/my_spec.py:rule {ahead} --sizes V=96"),
+    "sizes_of_no_dim": Wrong("compile {tmp}/my_spec.py:rule {ahead} --sizes K=16,V=16,D=16"),
+    "sizes_no_number": Wrong("compile {tmp}/my_spec.py:rule {ahead} --sizes K=16,V=0"),
+    "rule_without_target": Wrong("compile {tmp}/my_spec.py:rule --sizes K=16,V=16"),
+    "rule_with_preset": Wrong("compile {tmp}/my_spec.py:rule {ahead} --preset tiny"),
     "config_missing": Wrong("show llama --config {tmp}/config.json"),
     "config_no_json": Wrong("show llama --config {tmp}/c.json", {"c.json": "{"}),
     "config_family": Wrong("show gpt2 --config {tmp}/c.json", {"c.json": json.dumps(SIZES)}),
@@ -257,7 +268,8 @@ def test_an_error_is_a_message_and_exit_code_2(case, archir, spec_file, publishe
     folder = spec_file.parent
     for name, text in WRONG[case].files.items():
         (folder / name).write_text(text)
-    given = WRONG[case].arguments.format(tmp=folder, model=published).split()
+    ahead = "--backend triton --target sm_90"
+    given = WRONG[case].arguments.format(tmp=folder, model=published, ahead=ahead).split()
     code, out, err = archir(*("" if argument == "=" else argument for argument in given))
     assert code == 2
     assert out == ""

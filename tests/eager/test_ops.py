@@ -29,10 +29,11 @@ from archir.text import parse
 from archir.types import Sequence, Tensor, Type
 from backends.api import refuse_unsupported
 from backends.eager import support
-from backends.eager.backend import EAGER
+from backends.eager.backend import EAGER, Eager
 from backends.eager.emit import Printer, Program
 from backends.eager.ops import EMIT, UNSUPPORTED
 from backends.runtime import cache
+from backends.triton.backend import TRITON
 from tests.goldens import check_golden
 from tests.ir.test_laws import cases
 from tests.ops.test_table import PAST, SAMPLES, SIZES
@@ -52,8 +53,9 @@ def test_an_op_without_emission_is_refused_by_name() -> None:
     loc = ir.Loc(__file__, double.__code__.co_firstlineno + 1, 15, 20)
     for kind in ("double", "pointwise"):
         body = (Op(kind, (x,), (y,), {}, loc),)
+        function = Function("f", (x,), (), body, (y,), "entry")
         with pytest.raises(UnsupportedError) as caught:
-            refuse_unsupported(EAGER, [Function("f", (x,), (), body, (y,), "entry")])
+            refuse_unsupported(EAGER, [function], Module((function,)))
         message = re.sub(r"\.py:\d+", ".py:LINE", str(caught.value))
         check_golden(f"eager/messages/no_emission_{kind}", message)
 
@@ -62,7 +64,7 @@ def _run(folder: Path, function: Function) -> Callable[..., Any]:
     """The emitted entry of a module of one function."""
     module = Module((function,))
     cache.write(folder, EAGER.emit_tree(module, "one op"))
-    cache.write(folder, {"program.py": EAGER.emit_program(module, module, "one op")})
+    cache.write(folder, EAGER.emit_program(module, module, "one op", "program"))
     return getattr(EAGER.load(folder, "program"), function.name)
 
 
@@ -260,16 +262,17 @@ def _tame(module: Module) -> Module:
     return ir.rebuild(module, change)
 
 
+@pytest.mark.parametrize("backend", [EAGER, TRITON], ids=lambda b: b.name)
 @cases(40)
-@given(modules("smooth"))
-def test_random_modules(drawn: Module) -> None:
+@given(drawn=modules("smooth"))
+def test_random_modules(backend: Eager, drawn: Module) -> None:
     """Emitted code in float64 is the interpreter, to 1e-12 of an output's largest number."""
     module = _tame(drawn)
     note(str(module))
     inputs, weights, _ = random_inputs(module)
     want, _ = interpret(module, inputs, weights)
     spec: Any = SimpleNamespace(name="drawn", doc="")
-    model = EAGER.build(Request("drawn", module, None, spec, Options(dtype="float64")))
+    model = backend.build(Request("drawn", module, None, spec, Options(dtype="float64")))
     model.set_weights(weights)
     with torch.no_grad():
         made: Any = model.program("full", "all", "dense")(

@@ -58,6 +58,13 @@ def test_passes_keep_the_meaning(module: Module) -> None:
     laws.lowers(module)
 
 
+@cases(20)
+@given(modules("smooth"))
+def test_what_is_fused_keeps_its_meaning(module: Module) -> None:
+    note(str(module))
+    laws.lowers(module, backend="triton")
+
+
 @cases(25)
 @given(modules("causal"))
 def test_decode_is_full(module: Module) -> None:

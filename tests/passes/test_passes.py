@@ -16,6 +16,7 @@ from archir.ir import Module
 from archir.passes.canonicalize import canonicalize
 from archir.passes.choose_form import choices, choose_form
 from archir.passes.expand import expand
+from archir.passes.fuse import fuse
 from archir.passes.head import head
 from archir.passes.laws import compare
 from archir.passes.precision import precision
@@ -215,6 +216,43 @@ THRICE = (
 )
 
 
+GATES = """\
+@pointwise
+def swish(gate: F, up: F) -> F:
+    a: F = silu(gate)
+    b: F = mul(a, up)
+    return b
+
+@entry
+def model(x: f[B, T, 8], y: f[B, T, 8], *,
+    scale: F[8] = weight("scale", init=zeros(), decay=False, dtype="float32"),
+) -> (f[B, T, 8], f[B, T, 8], f[B, T, 8], f[B, T, 8]):
+    a: f[B, T, 8] = sigmoid(x)
+    b: f[B, T, 8] = mul(a, y)
+    rate: F[8] = exp(scale)
+    low: f[B, T, 8] = softplus(x)
+    wide: F[B, T, 8] = mul(rate, low)
+    c: f[B, T, 8] = cast(wide, dtype="f")
+    u: f[B, T, 8] = pointwise(b, c, fn=swish)
+    v: f[B, T, 8] = tanh(u)
+    read: f[B, T, 8] = silu(b)
+    twice: f[B, T, 8] = mul(read, read)
+    same: f[B, T, 8] = sigmoid(y)
+    again: f[B, T, 8] = mul(same, x)
+    alone: f[B, T, 8] = add(x, y)
+    n: i64[B, T, 8] = cast(x, dtype="i64")
+    n_1: i64[B, T, 8] = add(n, 1)
+    z: f[B, T, 8] = cast(n_1, dtype="f")
+    z_1: f[B, T, 8] = add(z, alone)
+    return v, twice, again, z_1
+"""
+
+
+def all_of_it(module: Module) -> Module:
+    """For a backend that has kernels for everything."""
+    return fuse(module, lambda op, _: True)
+
+
 def narrow(module: Module) -> Module:
     return precision(module, "bfloat16")
 
@@ -251,6 +289,9 @@ CASES: dict[str, tuple[str, tuple[Callable[[Module], Module], ...], Callable[[Mo
     "expand_pointwise": (POINTWISE, (narrow,), expand),
     "expand_recurrent": (MIXER, (decode, narrow), expand),
     "expand_equal_operands": (THRICE, (full, narrow), expand),
+    "fuse": (GATES, (narrow,), all_of_it),
+    "fuse_recurrence": (MIXER, (full, narrow), all_of_it),
+    "fuse_nothing": (GATES, (narrow,), lambda m: fuse(m, lambda op, _: False)),
     "head_last_pointwise": (SOFT_CAP, (), lambda m: head(m, "last")),
     "head_loss_pointwise": (SOFT_CAP, (), lambda m: head(m, "loss")),
     "head_last": (TAIL, (), lambda m: head(m, "last")),
