@@ -8,6 +8,7 @@ logits = model(tokens)
 """
 
 from archir.check import check
+from archir.check.recurrence import check_recurrence
 from archir.compile import compile, op
 from archir.dsl import (
     attention,
@@ -51,6 +52,7 @@ from archir.dsl import (
     where,
     zeros,
 )
+from archir.explain import explain
 from archir.interp import interpret
 from archir.pipeline import lower
 from archir.provide import provide

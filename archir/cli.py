@@ -19,7 +19,14 @@ from typing import Annotated, Any
 import typer
 
 from archir import cost as costs
-from archir.compile import Request, RuleRequest, find_backend, request_for, request_for_rule
+from archir.compile import (
+    Request,
+    RuleRequest,
+    all_sizes,
+    find_backend,
+    request_for,
+    request_for_rule,
+)
 from archir.compile import compile as compile_model
 from archir.diagnostics import ArchirError, Loc, MismatchError, SpecError, UnsupportedError, nearest
 from archir.pipeline import STAGES, lower
@@ -125,16 +132,21 @@ def compile_(
         list[str] | None,
         typer.Option(help="compile kernels ahead of time: sm_80, sm_90, sm_100, gfx942"),
     ] = None,
-    sizes: Annotated[str | None, typer.Option(help="of a rule's dims: K=128,V=128,H=1")] = None,
+    sizes: Annotated[
+        str | None, typer.Option(help="of a rule's dims and its heads (1 if not given): K=128,H=4")
+    ] = None,
 ) -> None:
     """Emit the code of every phase of a spec, and print where the files are.
 
     With --target, a spec or a rule becomes a package of files that needs archir no more.
     """
     found, dtype = resolve(spec), _dtype(dtype)
+    _refuse_file(out)
     targets = [name for text in target or () for name in text.split(",")]
-    if targets or isinstance(found, Rule):
-        request = _request(spec, found, preset, config, dtype, sizes, targets)
+    if isinstance(found, Rule):
+        _refuse_without_target(spec, found, backend, targets, sizes, out)
+    if targets:
+        request = _request(spec, found, preset, config, dtype, sizes)
         runtime = find_backend(backend)
         for path in runtime.package(request, targets, _out(out), _progress):
             print(path)
@@ -156,6 +168,17 @@ def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _refuse_file(out: Path | None) -> None:
+    """Raises UnsupportedError where a folder cannot be made, before anything is compiled."""
+    there = next((p for p in (out, *out.parents) if p.exists()), None) if out else None
+    if there is not None and not there.is_dir():
+        raise UnsupportedError(
+            f"--out names a folder, and {there} is a file",
+            code="out-file",
+            next="name another folder with --out, or remove the file",
+        )
+
+
 def _out(out: Path | None) -> Path:
     if out is None:
         raise SpecError(
@@ -173,9 +196,13 @@ def _request(
     config: Path | None,
     dtype: str,
     sizes: str | None,
-    targets: Sequence[str],
 ) -> Request | RuleRequest:
-    """What is compiled ahead of time: a spec or a block, or a rule of given sizes."""
+    """What is compiled ahead of time: a spec or a block, or a rule of given sizes.
+
+    A rule whose heads are not given has one, which is said: one head is all that a rule itself
+    knows of, so this is no error, but nearly every model has more, and the package takes no other
+    number than it was compiled for.
+    """
     if not isinstance(found, Rule):
         if sizes is not None:
             raise _sizes_of_spec(given)
@@ -186,14 +213,39 @@ def _request(
             code="rule-config",
             next="give its sizes: --sizes K=128,V=128",
         )
-    request = request_for_rule(found, _sizes(sizes), dtype=dtype)
-    if not targets:
-        raise SpecError(
-            f"{given} is a rule: alone it is compiled ahead of time, and no target is named",
-            code="rule-target",
-            next="add --backend triton --target sm_90, or use it in a block or a spec",
-        )
+    found_sizes = _sizes(sizes)
+    request = request_for_rule(found, found_sizes, dtype=dtype)
+    if "H" not in found_sizes:
+        more = all_sizes(found, found_sizes | {"H": 16})
+        _progress(f"H = 1 head is taken, as none is given; for 16 write --sizes {more}")
     return request
+
+
+def _refuse_without_target(
+    given: str,
+    rule: Rule,
+    backend: str,
+    targets: Sequence[str],
+    sizes: str | None,
+    out: Path | None,
+) -> None:
+    """Raises SpecError where no target is named for a rule; it says all that is missing."""
+    if targets:
+        return
+    found = _sizes(sizes)
+    wanted = all_sizes(rule, found)
+    missing = [item.partition("=")[0] for item in wanted.split(",")]
+    missing = [d for d in missing if d not in found]
+    options = [
+        *["--backend triton"] * (backend == "eager"), "--target sm_90",
+        *[f"--sizes {wanted}"] * bool(missing), *["--out DIR"] * (out is None),
+    ]  # fmt: skip
+    lacks = f", nor the size of {' and '.join(missing)}" if missing else ""
+    raise SpecError(
+        f"{given} is a rule: alone it is compiled ahead of time, and no target is named{lacks}",
+        code="rule-target",
+        next=f"add {' '.join(options)}; or use it in a block or a spec",
+    )
 
 
 def _sizes(given: str | None) -> dict[str, int]:
@@ -299,13 +351,19 @@ def _config_for(
 def check(
     spec: SpecArgument,
     backends: Annotated[
-        str, typer.Option(help="by name, with commas between; numpy is the interpreter")
-    ] = "eager",
+        str | None,
+        typer.Option(help="with commas between; default: eager, of a rule numpy, the interpreter"),
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="sizes by name; default: tiny")] = None,
     config: Config = None,
-    dtype: Annotated[str, typer.Option(help="with commas between")] = ",".join(DTYPES),
+    dtype: Annotated[
+        str | None, typer.Option(help="with commas between; default: all, of a rule float64")
+    ] = None,
     layouts: Annotated[
         str | None, typer.Option(help="dense, left, right, packed, with commas between")
+    ] = None,
+    forms: Annotated[
+        str | None, typer.Option(help="of a rule: recurrent, chunk, parallel; default: all legal")
     ] = None,
     laws: Annotated[
         bool, typer.Option("--laws", help="hold it to the laws of padding, cuts, rows, causality")
@@ -313,25 +371,86 @@ def check(
     seed: Annotated[int, typer.Option(help="of weights and inputs")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Compare every phase and layout of the emitted code with NumPy; exit 1 where they differ."""
+    """Compare every phase and layout of a spec's code with NumPy, or every form of a rule with its
+    body run literally; exit 1 where they differ."""
+    found = resolve(spec)
+    asked: dict[str, Any] = {
+        "backends": _items(backends),
+        "layouts": _items(layouts),
+        "forms": _items(forms),
+    }
+    asked = {name: items for name, items in asked.items() if items is not None}
+    dtypes = tuple(_dtype(name) for name in _items(dtype) or ())
+    if isinstance(found, Rule):
+        _refuse_of_rule(spec, {"--preset": preset, "--config": config, "--laws": laws or None})
+        _check_rule(found, {**asked, "dtype": dtypes or "float64", "rng": seed}, as_json)
+        return
+    if forms is not None:
+        raise SpecError(
+            f"--forms is of a rule, and {spec} is a model",
+            code="forms-spec",
+            next="name a rule, path/to/file.py:rule, or leave --forms out",
+        )
     from archir.check import check as compare
 
-    report = compare(
-        spec,
-        preset=preset,
-        config=config,
-        backends=tuple(backends.split(",")),
-        dtypes=tuple(_dtype(name) for name in dtype.split(",")),
-        layouts=None if layouts is None else tuple(layouts.split(",")),
-        laws=laws,
-        seed=seed,
-    )
+    report = compare(found, preset, config, dtypes=dtypes or DTYPES, laws=laws, seed=seed, **asked)
     _print_rows("archir.check/1", report.rows, as_json)
     wrong = report.failures
     if wrong:
         cell = "{spec} {backend} {dtype} {phase} {layout} T = {T}".format_map(wrong[0])
         print(f"{len(wrong)} of {len(report.rows)} cells differ, first {cell}", file=sys.stderr)
         sys.exit(1)
+
+
+def _items(given: str | None) -> tuple[str, ...] | None:
+    """What stands between commas; None where nothing is given."""
+    return None if given is None else tuple(given.split(","))
+
+
+def _refuse_of_rule(given: str, options: Mapping[str, Any]) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise SpecError(
+                f"{option} is of a model, and {given} is a rule",
+                code="check-rule",
+                next=f"leave {option} out; a rule is checked in every form and layout",
+            )
+
+
+def _check_rule(rule: Rule, options: Mapping[str, Any], as_json: bool) -> None:
+    from archir.check.recurrence import check_recurrence
+
+    report = check_recurrence(rule, **options)
+    if as_json:
+        found = {"schema": "archir.check_recurrence/1", "worst": report.worst}
+        print(json.dumps({**found, "forms": report.forms, "rows": report.rows}, indent=2))
+    else:
+        print(report)
+    wrong = report.failures
+    if wrong:
+        cell = "{rule} {form} {backend} {dtype} {layout} T = {T}".format_map(wrong[0])
+        print(f"{len(wrong)} of {len(report.rows)} cells differ, first {cell}", file=sys.stderr)
+    if not report.ok:
+        sys.exit(1)
+
+
+@app.command()
+def explain(
+    spec: SpecArgument,
+    preset: Preset = None,
+    config: Config = None,
+    latex: Annotated[bool, typer.Option("--latex", help="the equations for LaTeX")] = False,
+    as_json: Json = False,
+) -> None:
+    """Tell what a recurrence rule does, which forms are legal and why, and its chunk equations."""
+    from archir.explain import SCHEMA
+    from archir.explain import explain as found_of
+
+    found = found_of(spec, preset, config)
+    if as_json:
+        print(json.dumps({"schema": SCHEMA, "rows": found.rows}, indent=2, ensure_ascii=False))
+        return
+    print(found.latex() if latex else found)
 
 
 @app.command()

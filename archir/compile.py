@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from archir import dims, types
@@ -52,6 +53,7 @@ def require_backend(name: str) -> importlib.metadata.EntryPoint:
     return points[name]
 
 
+@cache
 def find_backend(name: str) -> Any:
     """An installed backend by name."""
     return require_backend(name).load()
@@ -113,9 +115,8 @@ def request_for_rule(
     Operands are in `dtype`, as in a model. Those that the domain bounds, such as decays and
     strengths, and the states are float32 at least. Raises SpecError where a size is missing.
     """
-    letters = list(dict.fromkeys(d for shape in rule.operands.values() for d in shape))
+    letters = _letters(rule)
     missing = [d for d in letters if d not in sizes]
-    example = ",".join(f"{d}={sizes.get(d, 128)}" for d in letters)
     if missing:
         raise SpecError(
             f"rule {rule.name} needs the size of {' and '.join(missing)}",
@@ -124,7 +125,7 @@ def request_for_rule(
                 f"{d} is an axis of {', '.join(n for n, s in rule.operands.items() if d in s)}"
                 for d in missing
             ],
-            next=f"add --sizes {example}",
+            next=f"add --sizes {all_sizes(rule, sizes)}",
         )
     unknown = [d for d in sizes if d not in (*letters, "H")]
     if unknown:
@@ -132,7 +133,7 @@ def request_for_rule(
             f"rule {rule.name} has no dim {unknown[0]}",
             code="sizes-dim",
             facts=[f"dims: {', '.join(letters)}, and H, the heads"],
-            next=f"write --sizes {example}",
+            next=f"write --sizes {all_sizes(rule, sizes)}",
         )
     lead = (dims.symbol("B"), dims.symbol("T"), sizes.get("H", 1))
     bounded = {name for name, text in rule.domain.items() if text != "unit"}
@@ -142,6 +143,18 @@ def request_for_rule(
     }
     name = _float(dtype)
     return RuleRequest(rule.name, rule.trace(operands), rule, Options(dtype=name))
+
+
+def all_sizes(rule: Rule, sizes: Mapping[str, int]) -> str:
+    """`K=128,V=64,H=4`: what is given of a rule's sizes, and an example of each that is missing."""
+    found = {d: sizes.get(d, 128) for d in _letters(rule)}
+    found |= {"H": sizes["H"]} if "H" in sizes else {}
+    return ",".join(f"{d}={n}" for d, n in found.items())
+
+
+def _letters(rule: Rule) -> list[str]:
+    """The dims of a rule."""
+    return list(dict.fromkeys(d for shape in rule.operands.values() for d in shape))
 
 
 def compile(

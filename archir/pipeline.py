@@ -60,7 +60,7 @@ def _specialize(module: Module, o: Options) -> Module:
 PASSES: tuple[tuple[str, Callable[[Module, Options], Module]], ...] = (
     ("specialize", _specialize),
     ("canonicalize", lambda module, _: canonicalize(module)),
-    ("form", lambda module, o: choose_form(module, o.form)),
+    ("form", lambda module, o: choose_form(module, o.form, o.keeps)),
     ("precision", lambda module, o: precision(module, o.dtype, o.param_dtype, o.state_dtype)),
     ("fuse", lambda module, o: fuse(module, o.keeps)),
     ("expand", lambda module, o: expand(module, o.keeps)),

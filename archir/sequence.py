@@ -74,19 +74,27 @@ class Rows:
         """The largest number of new tokens of a row."""
         return max((b - a for a, b, _ in self), default=0)
 
-    def grid(self) -> tuple[np.ndarray, np.ndarray]:
-        """Flat token index and validity of step j of row r, [longest, rows] each.
+    def grid(self, chunk: int | str = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Flat token index and validity of step j of row r, [longest, rows] each; with chunks of C
+        tokens [⌈longest / C⌉, rows, C], with "whole" rows [1, rows, longest].
 
         Slots past a row's end repeat its last token, so that no invented value is ever computed
-        on (D6); a row without tokens repeats token 0.
+        on (D6); a row without tokens repeats a token of another row.
         """
-        if "grid" not in self.memo:
-            step = np.arange(self.longest)[:, None]
+        key = ("grid", chunk)
+        if key not in self.memo:
+            size = max(self.longest, 1) if chunk == "whole" else max(int(chunk), 1)
+            count = 1 if chunk == "whole" else -(-self.longest // size)
+            step = np.arange(count * size)[:, None]
             start, stop = np.array([*self.start, 0])[:-1], np.array([*self.stop, 0])[:-1]
             valid = step < (stop - start)[None, :]
             index = np.minimum(start + step, np.maximum(stop - 1, 0))
-            self.memo["grid"] = np.where(stop > start, index, 0), valid
-        return self.memo["grid"]
+            some = next((a for a, b, _ in self if b > a), 0)
+            found = np.where(stop > start, index, some), valid
+            if chunk:
+                found = tuple(np.moveaxis(x.reshape(count, size, len(self)), 1, 2) for x in found)
+            self.memo[key] = found
+        return self.memo[key]
 
     def single(self, row: int) -> Rows:
         """One row alone, as a dense batch of its own."""

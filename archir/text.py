@@ -61,9 +61,9 @@ def print_function(function: Function, locs: bool = True) -> str:
 def wrap(line: str, width: int = WIDTH) -> list[str]:
     """A line broken after commas inside brackets where it is too wide; still the same Python."""
     pieces: list[str] = []
-    indent = len(line) - len(line.lstrip()) + 8
+    indent, opened = len(line) - len(line.lstrip()) + 8, 0  # brackets open where a line begins
     while len(line) > width:
-        depth = place = 0
+        depth, place = opened, 0
         least, quoted = len(line), False
         for at, letter in enumerate(line[: width - 1]):
             quoted ^= letter == '"'
@@ -73,6 +73,7 @@ def wrap(line: str, width: int = WIDTH) -> list[str]:
                 place, least = at + 1, depth
         if not place:
             break
+        opened = least
         pieces.append(line[:place])
         line = " " * indent + line[place:].lstrip()
     return [*pieces, line]

@@ -312,9 +312,9 @@ _UFUNCS: dict[str, str] = {
 }  # fmt: skip
 
 
-def _refuse(what: str, next: str) -> NoReturn:
+def _refuse(what: str, next: str, facts: Sequence[str] = ()) -> NoReturn:
     loc, _ = source.caller()
-    raise SpecError(what, code="traced-value", loc=loc, next=next)
+    raise SpecError(what, code="traced-value", loc=loc, facts=[*facts], next=next)
 
 
 class Traced(np.lib.mixins.NDArrayOperatorsMixin):
@@ -371,6 +371,8 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         kind = _UFUNCS.get(ufunc.__name__)
         if kind is None:
             _refuse(f"np.{ufunc.__name__} has no op", f"traced functions: {_known()}")
+        if current().role == "rule":
+            _refuse_turned(kind, inputs)
         return emit(kind, *inputs)
 
     def __array_function__(self, func: Any, kinds: Any, args: Any, kwargs: Any) -> Any:
@@ -442,7 +444,8 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         _refuse(
             f"float({self.value.name}): a traced value has no number; "
             "float() and the functions of `math` need one",
-            "use the NumPy function (np.exp, np.sqrt …)",
+            f"leave float() out, {self.value.name} computes as it is; for a function of `math` use "
+            "NumPy's (np.exp, np.sqrt …)",
         )
 
     def __int__(self) -> NoReturn:
@@ -481,14 +484,35 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
             "build a new value (ar.where, ar.concat)",
         )
 
-    def _in_place(self, other: Any) -> NoReturn:
-        _refuse(
-            f"{self.value.name} would be changed in place by an operator such as +=",
-            "write x = x + y, which makes a new value",
-        )
+    def __iadd__(self, other: Any) -> NoReturn:
+        _refuse_in_place(self, "+")
 
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = __imatmul__ = __ipow__ = _in_place
+    def __isub__(self, other: Any) -> NoReturn:
+        _refuse_in_place(self, "-")
+
+    def __imul__(self, other: Any) -> NoReturn:
+        _refuse_in_place(self, "*")
+
+    def __itruediv__(self, other: Any) -> NoReturn:
+        _refuse_in_place(self, "/")
+
+    def __imatmul__(self, other: Any) -> NoReturn:
+        _refuse_in_place(self, "@")
+
+    def __ipow__(self, other: Any) -> NoReturn:
+        _refuse_in_place(self, "**")
+
     __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def _refuse_in_place(x: Traced, sign: str) -> NoReturn:
+    name, builder = x.value.name, current()
+    silently = f"run on arrays, it would change the {name} of whoever calls {builder.name}"
+    _refuse(
+        f"{name} would be changed in place by {sign}=",
+        f"write {name} = {name} {sign} …, which makes a new value",
+        [silently] if builder.role == "rule" else (),
+    )
 
 
 def _known() -> str:
@@ -549,7 +573,44 @@ def matmul(a: Traced, b: Traced) -> Traced:
             f"@ of {a.type} and {b.type}: only vectors and matrices",
             "ar.linear multiplies [..., in] by a weight; np.einsum says any other product",
         )
+    if a.shape[-1] != b.shape[0]:
+        _refuse_product(a, b)
     return emit("einsum", a, b, equation=f"{left},{right}->{(left + right).replace('i', '')}")
+
+
+def _refuse_product(a: Traced, b: Traced) -> NoReturn:
+    """An `a @ b` whose sizes disagree; it may be the other way round, or one side turned."""
+    one, two = a.value, b.value
+    steps = ["transpose a matrix (.T)"]
+    if current().role == "rule":
+        steps.insert(0, "swap the sides of the np.outer that makes the matrix")
+    if b.shape[-1] == a.shape[0]:
+        steps.insert(0, f"swap the sides of @, which then sums over {b.shape[-1]}")
+    raise ShapeError(
+        f"{one.name} @ {two.name} sums over the last axis of {one.name}, which is {a.shape[-1]}, "
+        f"and the first of {two.name}, which is {b.shape[0]}",
+        code="shape-mismatch",
+        loc=source.caller()[0],
+        facts=[str(one), str(two)],
+        next=", or ".join(steps),
+    )
+
+
+def _refuse_turned(kind: str, xs: Sequence[Any]) -> None:
+    """Refuses a matrix beside its transpose: the sides of an outer product were swapped."""
+    shapes = [x.shape for x in xs if isinstance(x, Traced) and isinstance(x.type, Tensor)]
+    if len(shapes) != 2 or any(len(s) != 2 or 1 in s for s in shapes):
+        return
+    (one, two), (a, b) = (x.value for x in xs), shapes
+    if a == b or a != b[::-1]:
+        return
+    raise ShapeError(
+        f"{kind} of {one.name} and {two.name}: one is {a[0]}×{a[1]}, the other {b[0]}×{b[1]}",
+        code="shape-mismatch",
+        loc=source.caller()[0],
+        facts=[str(one), str(two)],
+        next="swap the sides of the np.outer that makes one of them, or transpose it (.T)",
+    )
 
 
 def _einsum(equation: str, *xs: Traced) -> Traced:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from archir.compile import Request, RuleRequest
 from archir.diagnostics import UnsupportedError
@@ -20,8 +20,8 @@ from archir.recurrence import Rule
 
 @dataclass(frozen=True)
 class KernelRecord:
-    """What runs beyond torch calls: its name, what it computes, what runs it, and what gives its
-    gradient."""
+    """What runs beyond torch calls, or is a recurrence without a kernel: its name, what it
+    computes, what runs it, and what gives its gradient."""
 
     name: str
     about: str
@@ -33,9 +33,20 @@ class KernelRecord:
 
 
 class KernelRecords(tuple[KernelRecord, ...]):
-    """Kernels, which print one below the other."""
+    """Kernels of some programs, which print one below the other; without programs, that they come
+    at first use."""
+
+    programs: int
+
+    def __new__(cls, records: Iterable[KernelRecord], programs: int) -> Self:
+        """programs: how many the records are of."""
+        made = super().__new__(cls, records)
+        made.programs = programs
+        return made
 
     def __str__(self) -> str:
+        if not self.programs:
+            return "nothing has run yet: programs, and their kernels, are made at the first call"
         return "\n".join(map(str, self)) or "every op is a torch call"
 
     __repr__ = __str__
@@ -83,7 +94,8 @@ class Backend(Protocol):
         ...
 
     def kernels(self, folder: Path, programs: Iterable[str], device: Any) -> KernelRecords:
-        """What runs beyond torch calls in programs of a folder, on a device."""
+        """What runs beyond torch calls in programs of a folder, on a device, and each recurrence
+        that was left to torch, with the reason."""
         ...
 
     def package(

@@ -27,9 +27,9 @@ LAYERS = (
     "ir text source draw layout",
     "ops verify",
     "trace recurrence dsl",
-    "passes recurrence.lift interp inputs",
+    "passes recurrence.lift recurrence.chunk interp inputs",
     "pipeline spec analysis",
-    "fuzz cost compile check provide",
+    "fuzz cost compile check provide explain",
     "cli __main__",
 )
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names.split()}

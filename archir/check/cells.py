@@ -46,11 +46,12 @@ def decode(b: Bench) -> Distance | None:
 
 
 def state(b: Bench) -> Distance | None:
-    """What is kept after two pieces."""
+    """What is kept after one call of all tokens, and after two."""
     if not any(path != "length" for path in b.case.signature.states):
         return None
-    made = b.run(b.batch.pieces(b.layout, _in_two(b, 2)))
-    return compare(made.state, b.case.states, b.case.dtype)
+    cuts = ([[0, n] for n in b.batch.lengths], _in_two(b, 2))
+    made = [b.run(b.batch.pieces(b.layout, cut)).state for cut in cuts]
+    return worst([compare(state, b.case.states, b.case.dtype) for state in made])
 
 
 def last(b: Bench) -> Distance | None:

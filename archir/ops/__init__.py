@@ -1,6 +1,6 @@
 """The ops: one file per family. `OPS` maps a kind to its definition."""
 
-from archir.ops import attention, control, elementwise, head, norm, random, state, tensor
+from archir.ops import attention, chunk, control, elementwise, head, norm, random, state, tensor
 from archir.ops.base import OPS, OpDef, Sample, Site, infer_op, lookup, op, register
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Sample",
     "Site",
     "attention",
+    "chunk",
     "control",
     "elementwise",
     "head",

@@ -342,39 +342,60 @@ def attention(
 STEPS = symbol("J")  # the longest row's new tokens: bound when the program runs (D3)
 
 
+def _stepped(site: Site, rows: int | Poly) -> tuple[int | Poly, ...]:
+    """The first axes of tokens by step: [J, R], [J, R, C] in chunks of C, [1, R, J] as one each."""
+    chunk = site.attrs.get("chunk", 0)
+    if chunk == "whole":
+        return (1, rows, STEPS)
+    return (STEPS, rows, chunk) if chunk else (STEPS, rows)
+
+
 def _infer_steps(site: Site) -> tuple[Type, ...]:
     x, rows = site.tensor(0), rows_of(site, 1)
     if x.rank < 2:
         raise site.fail("needs [B, T, …]", "rank-mismatch")
-    return (Tensor(x.dtype, (STEPS, rows, *x.shape[2:])),)
+    return (Tensor(x.dtype, (*_stepped(site, rows), *x.shape[2:])),)
 
 
 @op(
     "sequence",
     infer=_infer_steps,
-    samples=(Sample(("f[B, T, 8]", "sequence[R]")), Sample(("f[B, T]", "sequence[R]"))),
+    samples=(
+        Sample(("f[B, T, 8]", "sequence[R]")),
+        Sample(("f[B, T]", "sequence[R]")),
+        Sample(("f[B, T, 8]", "sequence[R]"), {"chunk": 1}),
+        Sample(("f[B, T]", "sequence[R]"), {"chunk": "whole"}),
+    ),
     invalid=(
         Sample(("f[T]", "sequence[R]"), message="needs [B, T, …]"),
         Sample(("f[B, T, 8]", "f[B]"), message="operand 2 must be a sequence"),
     ),
 )
-def steps(x: Any, seq: Rows) -> Any:
-    """Tokens by step: [B, T, …] → [J, R, …], step j of row r being its j-th token."""
-    index, _ = seq.grid()
-    if not index.size:
+def steps(x: Any, seq: Rows, *, chunk: int | str = 0) -> Any:
+    """Tokens by step: [B, T, …] → [J, R, …], step j of row r being its j-th token.
+
+    chunk: C gives [J, R, C, …], C tokens of a row at each step; "whole" [1, R, J, …], all of them.
+    What is beyond a row's end repeats its last token.
+    """
+    index, _ = seq.grid(chunk)
+    if not x.size or not index.size:
         return np.zeros((*index.shape, *x.shape[2:]), x.dtype)
     return x.reshape(-1, *x.shape[2:])[index]
 
 
 @op(
     "sequence",
-    infer=lambda site: (Tensor("bool", (STEPS, rows_of(site, 0))),),
-    samples=(Sample(("sequence[R]",)),),
+    infer=lambda site: (Tensor("bool", _stepped(site, rows_of(site, 0))),),
+    samples=(
+        Sample(("sequence[R]",)),
+        Sample(("sequence[R]",), {"chunk": 1}),
+        Sample(("sequence[R]",), {"chunk": "whole"}),
+    ),
     invalid=(Sample(("i64[R]",), message="operand 1 must be a sequence"),),
 )
-def valid(seq: Rows) -> Any:
-    """Whether row r still has a j-th token, bool[J, R]."""
-    return seq.grid()[1]
+def valid(seq: Rows, *, chunk: int | str = 0) -> Any:
+    """Whether row r still has a j-th token, bool[J, R], or as `steps` arranges them."""
+    return seq.grid(chunk)[1]
 
 
 @op(
@@ -393,22 +414,31 @@ def mask_targets(targets: Any, seq: Rows) -> Any:
 
 def _infer_unsteps(site: Site) -> tuple[Type, ...]:
     y, like, rows = site.tensor(0), site.tensor(1), rows_of(site, 2)
-    if y.shape[:2] != (STEPS, rows):
-        raise site.fail(f"steps are [{STEPS}, {rows}, …], {y} given", "rank-mismatch")
-    return (Tensor(y.dtype, (*like.shape[:2], *y.shape[2:])),)
+    lead = _stepped(site, rows)
+    if y.shape[: len(lead)] != lead:
+        shown = ", ".join(map(str, lead))
+        raise site.fail(f"steps are [{shown}, …], {y} given", "rank-mismatch")
+    return (Tensor(y.dtype, (*like.shape[:2], *y.shape[len(lead) :])),)
 
 
 @op(
     "sequence",
     infer=_infer_unsteps,
-    samples=(Sample(("f[J, R, 8]", "f[B, T, 4]", "sequence[R]")),),
+    samples=(
+        Sample(("f[J, R, 8]", "f[B, T, 4]", "sequence[R]")),
+        Sample(("f[J, R, 1, 8]", "f[B, T, 4]", "sequence[R]"), {"chunk": 1}),
+        Sample(("f[1, R, J]", "f[B, T, 4]", "sequence[R]"), {"chunk": "whole"}),
+    ),
     invalid=(
         Sample(("f[R, J, 8]", "f[B, T, 4]", "sequence[R]"), message="steps are [J, R, …]"),
         Sample(("f[J, R, 8]", "f[B, T, 4]", "i64[R]"), message="operand 3 must be a sequence"),
     ),
 )
-def unsteps(y: Any, like: Any, seq: Rows) -> Any:
+def unsteps(y: Any, like: Any, seq: Rows, *, chunk: int | str = 0) -> Any:
     """The inverse of `steps`, on the token grid of `like`."""
+    if chunk:
+        y = np.moveaxis(y, 2, 1)
+        y = y.reshape(y.shape[0] * y.shape[1], *y.shape[2:])
     out = np.zeros((seq.batch * seq.length, *y.shape[2:]), y.dtype)
     for row, (start, stop, _) in enumerate(seq):
         out[start:stop] = y[: stop - start, row]

@@ -65,6 +65,7 @@ class Site:
 
 
 Infer = Callable[[Site], tuple[Type, ...]]
+Vjp = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ class OpDef:
     effect: it writes something, so it is never dropped or merged.
     ordered: it must know which tokens follow which: `specialize` gives it the sequence last.
     made: its result is made from sizes alone; attribute `dtype` says its dtype (`F` by default).
+    vjp: its gradient in IR ops, called as `vjp(c, y, *operands, **attrs)` with terms (ops/terms.py)
+    and numbers: c is the cotangent of the result y, both tuples where there are several results, a
+    c that nothing flows to being None. Returns the cotangent of the operand, or a tuple of one for
+    each; None is zero. `archir.passes.gradient` then brings it to the operand's dtype and shape:
+    axes that were stretched are summed, axes of size 1 stretched. Or, in words, why it has none.
     """
 
     kind: str
@@ -97,6 +103,7 @@ class OpDef:
     effect: bool = False
     ordered: bool = False
     made: bool = False
+    vjp: Vjp | str = ""
 
 
 OPS: dict[str, OpDef] = {}
@@ -120,6 +127,7 @@ def op(
     effect: bool = False,
     ordered: bool = False,
     made: bool = False,
+    vjp: Vjp | str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declares the decorated NumPy function to be an op's meaning; its name is the kind."""
 
@@ -127,10 +135,17 @@ def op(
         rule = infer or infer_by(signature or "")
         kind = meaning.__name__.rstrip("_")
         doc = (meaning.__doc__ or "").strip()
-        register(OpDef(kind, family, doc, meaning, rule, samples, invalid, effect, ordered, made))
+        register(
+            OpDef(kind, family, doc, meaning, rule, samples, invalid, effect, ordered, made, vjp)
+        )
         return meaning
 
     return declare
+
+
+def constant(c: Any, y: Any, *operands: Any, **attrs: Any) -> tuple[None, ...]:
+    """The vjp of what changes in steps or depends on sizes alone: zero."""
+    return (None,) * len(operands)
 
 
 def lookup(kind: str) -> OpDef:

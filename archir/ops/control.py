@@ -41,7 +41,10 @@ def _operands(site: Site) -> list[Type]:
     return [found for found in site.operands if not isinstance(found, int | float)]
 
 
-@op("control", infer=_infer_call)
+_BY_BACKEND = "what it runs is differentiated by the backend"
+
+
+@op("control", infer=_infer_call, vjp=_BY_BACKEND)
 def call(*operands: Any, callee: Callable[..., Any], scope: str) -> Any:
     """Runs a function with its fields resolved in `scope`."""
     return callee(*operands, scope=scope)
@@ -71,7 +74,7 @@ def _infer_scan(site: Site) -> tuple[Type, ...]:
     return (*results[:carry], *stacked)
 
 
-@op("control", infer=_infer_scan)
+@op("control", infer=_infer_scan, vjp=_BY_BACKEND)
 def scan(*operands: Any, body: Callable[..., Any], carry: int, xs: int) -> Any:
     """for t: carry, y_t = body(carry, xs[t], consts); results: the last carry, then stacked y.
 
@@ -109,7 +112,7 @@ def _infer_by_length(site: Site) -> tuple[Type, ...]:
     return found[0]
 
 
-@op("control", infer=_infer_by_length)
+@op("control", infer=_infer_by_length, vjp=_BY_BACKEND)
 def by_length(
     *operands: Any, size: int, below: int, short: Callable[..., Any], long: Callable[..., Any]
 ) -> Any:
@@ -136,7 +139,7 @@ def _infer_pointwise(site: Site) -> tuple[Type, ...]:
     return tuple(made)
 
 
-@op("control", infer=_infer_pointwise)
+@op("control", infer=_infer_pointwise, vjp="`gradient` writes its function's ops in its place")
 def pointwise(*operands: Any, fn: Callable[..., Any], dtype: str = "") -> Any:
     """A function of scalars at every element, computed in F and rounded once.
 

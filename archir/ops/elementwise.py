@@ -6,6 +6,7 @@ that cast explicit). Comparisons give bool, and logical ops take nothing else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +15,8 @@ import numpy as np
 
 from archir import types
 from archir.dims import Poly
-from archir.ops.base import OpDef, Sample, Site, register
+from archir.ops.base import OpDef, Sample, Site, Vjp, constant, register
+from archir.ops.terms import apply
 from archir.types import Tensor, Type
 
 
@@ -28,11 +30,48 @@ def gelu_tanh(x: Any) -> Any:
     return 0.5 * x * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
+def _gelu_tanh_vjp(c: Any, y: Any, x: Any) -> Any:
+    """With u the argument and t its tanh: c (0.5 (1 + t) + 0.5 x (1 − t²) u′)."""
+    square = x * x
+    t = (0.7978845608028654 * (x + 0.044715 * square * x)).tanh()
+    inner = 0.7978845608028654 * (1 + 0.134145 * square)
+    return c * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * inner)
+
+
+def _silu_vjp(c: Any, y: Any, x: Any) -> Any:
+    """c σ (1 + x (1 − σ))."""
+    s = x.sigmoid()
+    return c * (s * (1 + x * (1 - s)))
+
+
+def _pow_vjp(c: Any, z: Any, x: Any, y: Any) -> tuple[Any, Any]:
+    """c y xʸ⁻¹, zero where y = 0; c xʸ ln x, zero where x = 0 and y ≥ 0 (as torch has it)."""
+    if isinstance(y, int | float):
+        powers = {0: None, 1: c, 2: c * (2 * x)}
+        return powers[y] if y in powers else c * (y * x.pow(y - 1)), None
+    base = y.made("fill", shape=(), value=float(x)) if isinstance(x, int | float) else x
+    by_base = y.equal(0).where(0.0, c * (y * base.pow(y - 1)))
+    still = base.equal(0).logical_and(y >= 0)
+    return by_base, still.where(0.0, c * (z * base.log()))
+
+
+def _extreme_vjp(ahead: str, c: Any, z: Any, x: Any, y: Any) -> tuple[Any, Any]:
+    """All to the operand that is ahead. A tie gives half to each of two values, and all to a value
+    beside a number (as torch's maximum and clamp have it)."""
+    if isinstance(x, int | float) or isinstance(y, int | float):
+        value, bound = (y, x) if isinstance(x, int | float) else (x, y)
+        kept = apply(f"{ahead}_equal", value, bound).where(c, 0.0)
+        return kept, kept
+    tied = x.equal(y).where(0.5 * c, 0.0)
+    return apply(ahead, x, y).where(c, tied), apply(ahead, y, x).where(c, tied)
+
+
 class Row(NamedTuple):
     """One elementwise op.
 
     operands: how many.  gives: "widest" is the widest dtype of the operands, "float" the same but
     for integers, which give a float, "bool", or "logical", a bool of bools.
+    vjp: cotangents of the operands from that of the result; see `OpDef`.
     """
 
     kind: str
@@ -40,36 +79,42 @@ class Row(NamedTuple):
     formula: str
     numpy: Callable[..., Any]
     gives: str = "widest"
+    vjp: Vjp = constant
 
 
 TABLE = (
-    Row("add", 2, "x + y", np.add),
-    Row("sub", 2, "x − y", np.subtract),
-    Row("mul", 2, "x · y", np.multiply),
-    Row("div", 2, "x / y", np.divide, "float"),
+    Row("add", 2, "x + y", np.add, vjp=lambda c, z, x, y: (c, c)),
+    Row("sub", 2, "x − y", np.subtract, vjp=lambda c, z, x, y: (c, -c)),
+    Row("mul", 2, "x · y", np.multiply, vjp=lambda c, z, x, y: (c * y, c * x)),
+    Row("div", 2, "x / y", np.divide, "float", lambda c, z, x, y: (c / y, -(c / y * z))),
     Row("floor_divide", 2, "⌊x / y⌋", np.floor_divide),
-    Row("mod", 2, "x − ⌊x / y⌋ · y", np.remainder),
-    Row("pow", 2, "xʸ", np.power),
-    Row("maximum", 2, "max(x, y)", np.maximum),
-    Row("minimum", 2, "min(x, y)", np.minimum),
-    Row("neg", 1, "−x", np.negative),
-    Row("abs", 1, "|x|", np.abs),
+    Row("mod", 2, "x − ⌊x / y⌋ · y", np.remainder,
+        vjp=lambda c, z, x, y: (c, -(c * apply("floor_divide", x, y)))),
+    Row("pow", 2, "xʸ", np.power, vjp=_pow_vjp),
+    Row("maximum", 2, "max(x, y)", np.maximum, vjp=partial(_extreme_vjp, "greater")),
+    Row("minimum", 2, "min(x, y)", np.minimum, vjp=partial(_extreme_vjp, "less")),
+    Row("neg", 1, "−x", np.negative, vjp=lambda c, y, x: -c),
+    Row("abs", 1, "|x|", np.abs, vjp=lambda c, y, x: (x > 0).where(c, (x < 0).where(-c, 0.0))),
     Row("floor", 1, "⌊x⌋", np.floor),
-    Row("exp", 1, "eˣ", np.exp, "float"),
-    Row("exp2", 1, "2ˣ", np.exp2, "float"),
-    Row("expm1", 1, "eˣ − 1", np.expm1, "float"),
-    Row("log", 1, "ln x", np.log, "float"),
-    Row("log1p", 1, "ln(1 + x)", np.log1p, "float"),
-    Row("sqrt", 1, "√x", np.sqrt, "float"),
-    Row("rsqrt", 1, "1 / √x", lambda x: 1 / np.sqrt(x), "float"),
-    Row("sin", 1, "sin x", np.sin, "float"),
-    Row("cos", 1, "cos x", np.cos, "float"),
-    Row("tanh", 1, "tanh x", np.tanh, "float"),
-    Row("sigmoid", 1, "1 / (1 + e⁻ˣ)", sigmoid, "float"),
-    Row("silu", 1, "x / (1 + e⁻ˣ)", lambda x: x * sigmoid(x), "float"),
-    Row("relu", 1, "max(x, 0)", lambda x: np.maximum(x, 0)),
-    Row("softplus", 1, "ln(1 + eˣ)", lambda x: np.logaddexp(0, x), "float"),
-    Row("gelu_tanh", 1, "0.5 x (1 + tanh(√(2/π)(x + 0.044715 x³)))", gelu_tanh, "float"),
+    Row("exp", 1, "eˣ", np.exp, "float", lambda c, y, x: c * y),
+    Row("exp2", 1, "2ˣ", np.exp2, "float", lambda c, y, x: c * (y * math.log(2))),
+    Row("expm1", 1, "eˣ − 1", np.expm1, "float", lambda c, y, x: c * (y + 1)),
+    Row("log", 1, "ln x", np.log, "float", lambda c, y, x: c / x),
+    Row("log1p", 1, "ln(1 + x)", np.log1p, "float", lambda c, y, x: c / (1 + x)),
+    Row("sqrt", 1, "√x", np.sqrt, "float", lambda c, y, x: c / (2 * y)),
+    Row("rsqrt", 1, "1 / √x", lambda x: 1 / np.sqrt(x), "float",
+        lambda c, y, x: c * (-0.5 * y * y * y)),
+    Row("sin", 1, "sin x", np.sin, "float", lambda c, y, x: c * x.cos()),
+    Row("cos", 1, "cos x", np.cos, "float", lambda c, y, x: -(c * x.sin())),
+    Row("tanh", 1, "tanh x", np.tanh, "float", lambda c, y, x: c * (1 - y * y)),
+    Row("sigmoid", 1, "1 / (1 + e⁻ˣ)", sigmoid, "float", lambda c, y, x: c * (y * (1 - y))),
+    Row("silu", 1, "x / (1 + e⁻ˣ)", lambda x: x * sigmoid(x), "float", _silu_vjp),
+    Row("relu", 1, "max(x, 0)", lambda x: np.maximum(x, 0),
+        vjp=lambda c, y, x: (x > 0).where(c, 0.0)),
+    Row("softplus", 1, "ln(1 + eˣ)", lambda x: np.logaddexp(0, x), "float",
+        lambda c, y, x: c * x.sigmoid()),
+    Row("gelu_tanh", 1, "0.5 x (1 + tanh(√(2/π)(x + 0.044715 x³)))", gelu_tanh, "float",
+        _gelu_tanh_vjp),
     Row("less", 2, "x < y", np.less, "bool"),
     Row("less_equal", 2, "x ≤ y", np.less_equal, "bool"),
     Row("greater", 2, "x > y", np.greater, "bool"),
@@ -79,8 +124,9 @@ TABLE = (
     Row("logical_and", 2, "x and y", np.logical_and, "logical"),
     Row("logical_or", 2, "x or y", np.logical_or, "logical"),
     Row("logical_not", 1, "not x", np.logical_not, "logical"),
-    Row("where", 3, "y where x else z", np.where),
-)
+    Row("where", 3, "y where x else z", np.where,
+        vjp=lambda c, w, x, y, z: (None, x.where(c, 0.0), x.where(0.0, c))),
+)  # fmt: skip
 
 
 def broadcast(site: Site, shapes: list[tuple[int | Poly, ...]]) -> tuple[int | Poly, ...]:
@@ -181,5 +227,6 @@ for _row in TABLE:
             partial(_infer, _row),
             samples=_samples(_row),
             invalid=_refused(_row),
+            vjp=_row.vjp,
         )
     )

@@ -9,7 +9,7 @@ import numpy as np
 
 from archir import types
 from archir.ops.base import Sample, Site, infer_by, op
-from archir.ops.tensor import matmul
+from archir.ops.tensor import linear_vjp, matmul
 from archir.types import Tensor, Type
 
 
@@ -18,6 +18,7 @@ from archir.types import Tensor, Type
     "x: f[*A, D], w: f[V, D] -> f[*A, V]",
     samples=(Sample(("f[B, T, 8]", "f[16, 8]")),),
     invalid=(Sample(("f[B, T, 8]", "f[16, 4]"), message="D = 8 and D = 4 disagree"),),
+    vjp=linear_vjp,
 )
 def logits(x: Any, w: Any) -> Any:
     """x wᵀ: one score per word."""
@@ -38,6 +39,7 @@ def _infer_cross_entropy(site: Site) -> tuple[Type, ...]:
     infer=_infer_cross_entropy,
     samples=(Sample(("f[B, T, 8]", "f[16, 8]", "i64[B, T]")),),
     invalid=(Sample(("f[B, T, 8]", "f[16, 8]", "i64[B, 4]"), message="T = T and T = 4"),),
+    vjp="a loss is differentiated by the backend, which never holds all logits",
 )
 def cross_entropy(x: Any, w: Any, targets: Any, *, tail: Callable[..., Any] | None = None) -> Any:
     """mean over targets ≠ −100 of logsumexp(z) − z[target], z = tail(x wᵀ).

@@ -21,6 +21,7 @@ from archir.philox import philox, threshold
         Sample(("i64[B, T]", "i64[2]"), {"rate": 0.25}, "x must be a float"),
         Sample(("f[B, T]", "i64[3]"), {"rate": 0.25}, "2 = 2 and 2 = 3 disagree"),
     ),
+    vjp="no rule, norm or function of scalars draws",
 )
 def dropout(x: Any, key: Any = None, *, rate: float) -> Any:
     """x / (1 − rate) with each element zero at this rate; without a key, x itself.

@@ -145,13 +145,16 @@ def _infer_state_update(site: Site) -> tuple[Type, ...]:
 
 
 @op("state", infer=_infer_state_update, ordered=True)
-def state_update(*operands: Any, rule: Callable[..., Any], form: str = "", dtype: str = "") -> Any:
+def state_update(
+    *operands: Any, rule: Callable[..., Any], form: str = "", below: int = 0, dtype: str = ""
+) -> Any:
     """Runs a recurrence over the tokens of every row and head: (S, o_t) = rule(S, x_t).
 
     Operands: the rule's, then (once `specialize` made them explicit) one initial state each and the
     sequence. Results: the rule's outputs per token, then the final states. Value head h reads head
     h // (H / h_own) of an operand with fewer heads. It runs in float32 at least, whatever the
-    dtypes of the operands; `dtype` is that of the outputs, unless given the same.
+    dtypes of the operands; `dtype` is that of the outputs, unless given the same. `form` says how
+    (`below` so many tokens it is recurrent), which changes nothing here.
     """
     function: Function = rule.function  # type: ignore[attr-defined]
     states, count = state_axes(function)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from archir import dims, types
 from archir.diagnostics import MismatchError
 from archir.dims import Poly
-from archir.ops.base import Sample, Site, op
+from archir.ops.base import Sample, Site, constant, op
 from archir.types import DTYPES, Tensor, Type
 
 
@@ -28,6 +29,7 @@ def matmul(x: Any, w: Any) -> Any:
     "tokens: i[*A], table: f[N, D] -> f[*A, D]",
     samples=(Sample(("i64[B, T]", "f[16, 8]")),),
     invalid=(Sample(("f[B, T]", "f[16, 8]"), message="tokens must be an integer"),),
+    vjp="it adds into rows of the table, which no op does",
 )
 def embedding(tokens: Any, table: Any) -> Any:
     """Row `tokens[...]` of a table; a token that is none of its rows is an error."""
@@ -41,6 +43,13 @@ def embedding(tokens: Any, table: Any) -> Any:
     return table[tokens]
 
 
+def linear_vjp(c: Any, y: Any, x: Any, w: Any, b: Any = None) -> tuple[Any, ...]:
+    """c w; cᵀ x over all rows; c."""
+    lead = string.ascii_lowercase[: x.rank - 1]
+    by_weight = c.einsum(x, equation=f"{lead}y,{lead}z->yz")
+    return c.linear(w.transpose(axes=(1, 0))), by_weight, *(() if b is None else (c,))
+
+
 @op(
     "tensor",
     "x: f[*A, I], w: f[O, I], b?: f[O] -> f[*A, O]",
@@ -49,6 +58,7 @@ def embedding(tokens: Any, table: Any) -> Any:
         Sample(("f[B, T, 8]", "f[4, 6]"), message="I = 8 and I = 6 disagree"),
         Sample(("F[B, T, 8]", "f[4, 8]"), message="w is f, the operands before it are F"),
     ),
+    vjp=linear_vjp,
 )
 def linear(x: Any, w: Any, b: Any = None) -> Any:
     """x wᵀ + b; the weight is [out, in]."""
@@ -70,11 +80,26 @@ def _infer_heads(site: Site) -> tuple[Type, ...]:
     return (Tensor(x.dtype, (*x.shape[:-1], heads, size)),) * parts
 
 
+def _heads_vjp(c: Any, y: Any, x: Any, *, parts: int, heads: int) -> Any:
+    """The parts side by side again."""
+    pieces = [piece.merge() for piece in _filled(c, y)]
+    return pieces[0].concat(*pieces[1:], axis=x.rank - 1) if parts > 1 else pieces[0]
+
+
+def _filled(c: Any, y: Any) -> list[Any]:
+    """The cotangents of one or several results, zeros for those that nothing flows to."""
+    pairs = zip(c, y, strict=True) if isinstance(y, tuple) else [(c, y)]
+    return [
+        r.made("fill", shape=r.shape, value=0.0) if piece is None else piece for piece, r in pairs
+    ]
+
+
 @op(
     "tensor",
     infer=_infer_heads,
     samples=(Sample(("f[B, T, 24]",), {"parts": 3, "heads": 2}),),
     invalid=(Sample(("f[B, T, 20]",), {"parts": 3, "heads": 2}, "20 is not parts × heads × size"),),
+    vjp=_heads_vjp,
 )
 def heads(x: Any, *, parts: int, heads: int) -> Any:
     """[…, parts·H·D] → `parts` tensors [..., H, D]."""
@@ -89,6 +114,7 @@ def heads(x: Any, *, parts: int, heads: int) -> Any:
     "x: f[*A, H, D] -> f[*A, H*D]",
     samples=(Sample(("f[B, T, 2, 4]",)),),
     invalid=(Sample(("f[4]",), message="needs at least 2 axes"),),
+    vjp=lambda c, y, x: c.reshape(shape=x.shape),
 )
 def merge(x: Any) -> Any:
     """[…, H, D] → […, H·D]."""
@@ -109,6 +135,12 @@ def _infer_split(site: Site) -> tuple[Type, ...]:
     return tuple(Tensor(x.dtype, (*x.shape[:axis], s, *x.shape[axis + 1 :])) for s in sizes)
 
 
+def _split_vjp(c: Any, y: Any, x: Any, *, sizes: tuple[int, ...], axis: int) -> Any:
+    """The pieces one after another again."""
+    pieces = _filled(c, y)
+    return pieces[0].concat(*pieces[1:], axis=axis) if len(pieces) > 1 else pieces[0]
+
+
 @op(
     "tensor",
     infer=_infer_split,
@@ -117,6 +149,7 @@ def _infer_split(site: Site) -> tuple[Type, ...]:
         Sample(("f[6, T]",), {"sizes": (6,), "axis": 0}),
     ),
     invalid=(Sample(("f[B, 8]",), {"sizes": (2, 2), "axis": -1}, "add up to 4"),),
+    vjp=_split_vjp,
 )
 def split(x: Any, *, sizes: tuple[int, ...], axis: int) -> Any:
     """Pieces of the given sizes along an axis."""
@@ -145,6 +178,11 @@ def _infer_concat(site: Site) -> tuple[Type, ...]:
     return (Tensor(first.dtype, (*first.shape[:axis], total, *first.shape[axis + 1 :])),)
 
 
+def _concat_vjp(c: Any, y: Any, *xs: Any, axis: int) -> Any:
+    """To each operand its piece."""
+    return c.split(sizes=tuple(x.shape[axis] for x in xs), axis=axis)
+
+
 @op(
     "tensor",
     infer=_infer_concat,
@@ -154,6 +192,7 @@ def _infer_concat(site: Site) -> tuple[Type, ...]:
         Sample(("f[B, 8]", "F[B, 8]"), {"axis": -1}, "differ in rank or dtype"),
         Sample(("f[B, 8]",), {"axis": 2}, "axis 2 is outside 2 axes"),
     ),
+    vjp=_concat_vjp,
 )
 def concat(*xs: Any, axis: int) -> Any:
     """Operands one after another along an axis."""
@@ -188,6 +227,7 @@ def _infer_reshape(site: Site) -> tuple[Type, ...]:
     infer=_infer_reshape,
     samples=(Sample(("f[B, 8]",), {"shape": (dims.symbol("B"), 2, 4)}),),
     invalid=(Sample(("f[B, 8]",), {"shape": (dims.symbol("B"), 2, 3)}, "do not fill"),),
+    vjp=lambda c, y, x, shape: c.reshape(shape=x.shape),
 )
 def reshape(x: Any, *, shape: tuple[int, ...]) -> Any:
     """The same elements in row-major order under another shape."""
@@ -210,6 +250,7 @@ def _infer_transpose(site: Site) -> tuple[Type, ...]:
     infer=_infer_transpose,
     samples=(Sample(("f[B, T, 8]",), {"axes": (1, 0, 2)}),),
     invalid=(Sample(("f[B, T]",), {"axes": (0, 2)}, "is not an order of 2 axes"),),
+    vjp=lambda c, y, x, axes: c.transpose(axes=tuple(axes.index(a) for a in range(x.rank))),
 )
 def transpose(x: Any, *, axes: tuple[int, ...]) -> Any:
     """Axis i of the result is axis axes[i] of x."""
@@ -234,6 +275,7 @@ def _infer_expand_dims(site: Site) -> tuple[Type, ...]:
     infer=_infer_expand_dims,
     samples=(Sample(("f[B, 8]",), {"axes": (1,)}),),
     invalid=(Sample(("f[B]",), {"axes": (3,)}, "are not new places among 2 axes"),),
+    vjp=lambda c, y, x, axes: c.reduce_sum(axes=axes),
 )
 def expand_dims(x: Any, *, axes: tuple[int, ...]) -> Any:
     """Axes of size 1 at the given places of the result."""
@@ -267,6 +309,31 @@ def _infer_mean(site: Site) -> tuple[Type, ...]:
     return _infer_reduce(site)
 
 
+def _as_kept(y: Any, x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
+    """What has the shape of a reduction's result, with axes of size 1 where x was reduced."""
+    return y if keepdims else y.expand_dims(axes=tuple(sorted(a % x.rank for a in axes)))
+
+
+def _sum_vjp(c: Any, y: Any, x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any:
+    """c, at every place that was summed."""
+    return _as_kept(c, x, axes, keepdims)
+
+
+def _mean_vjp(c: Any, y: Any, x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any:
+    """c / n, at each of the n places."""
+    count = dims.product(tuple(x.shape[a] for a in axes))
+    each = c / (count if isinstance(count, int) else x.made("size", dim=count))
+    return _as_kept(each, x, axes, keepdims)
+
+
+def _max_vjp(c: Any, y: Any, x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any:
+    """c where x is the maximum; where it is so at several places, in equal parts (torch's amax)."""
+    c, y = _as_kept(c, x, axes, keepdims), _as_kept(y, x, axes, keepdims)
+    top = x.equal(y)
+    places = tuple(a % x.rank for a in axes)
+    return top.where(c / top.cast(dtype=x.dtype).reduce_sum(axes=places, keepdims=True), 0.0)
+
+
 _REDUCE: dict[str, Any] = {
     "samples": (
         Sample(("f[B, 8]",), {"axes": (-1,)}),
@@ -283,7 +350,12 @@ _INTEGERS = (
 )
 
 
-@op("tensor", infer=_infer_sum, **{**_REDUCE, "samples": (*_REDUCE["samples"], *_INTEGERS)})
+@op(
+    "tensor",
+    infer=_infer_sum,
+    **{**_REDUCE, "samples": (*_REDUCE["samples"], *_INTEGERS)},
+    vjp=_sum_vjp,
+)
 def reduce_sum(x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any:
     """Σ over axes; of bools it counts those that hold, in i64."""
     return np.sum(x, axis=axes, keepdims=keepdims)
@@ -296,13 +368,19 @@ def reduce_sum(x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any:
     invalid=(
         *_REDUCE["invalid"], Sample(("i64[B]",), {"axes": (0,)}, "the mean of i64 is a float"),
     ),
+    vjp=_mean_vjp,
 )  # fmt: skip
 def reduce_mean(x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any:
     """Mean over axes."""
     return np.mean(x, axis=axes, keepdims=keepdims)
 
 
-@op("tensor", infer=_infer_reduce, **{**_REDUCE, "samples": (*_REDUCE["samples"], *_INTEGERS)})
+@op(
+    "tensor",
+    infer=_infer_reduce,
+    **{**_REDUCE, "samples": (*_REDUCE["samples"], *_INTEGERS)},
+    vjp=_max_vjp,
+)
 def reduce_max(x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any:
     """Maximum over axes."""
     return np.max(x, axis=axes, keepdims=keepdims)
@@ -334,6 +412,36 @@ def _infer_einsum(site: Site) -> tuple[Type, ...]:
     return (Tensor(dtype, tuple(sizes[letter] for letter in right)),)
 
 
+def _einsum_vjp(c: Any, y: Any, *xs: Any, equation: str) -> tuple[Any, ...]:
+    """For each operand the einsum of c and the others, onto the operand's letters.
+
+    A letter that only this operand has, and that was summed, becomes an axis of size 1; one that
+    stands twice in its term becomes two, with an identity between them.
+    """
+    left, _, right = equation.partition("->")
+    terms = left.split(",")
+    free = [letter for letter in string.ascii_letters if letter not in left]
+    found = []
+    for i, (x, term) in enumerate(zip(xs, terms, strict=True)):
+        others = [(t, v) for j, (t, v) in enumerate(zip(terms, xs, strict=True)) if j != i]
+        wanted = ""
+        for letter, size in zip(term, x.shape, strict=True):
+            if letter in wanted:
+                wanted += (twin := free.pop())
+                others.append((letter + twin, x.made("eye", dim=size)))
+            else:
+                wanted += letter
+        known = right + "".join(t for t, _ in others)
+        onto = "".join(letter for letter in wanted if letter in known)
+        inputs = ",".join([right, *(t for t, _ in others)])
+        made = (
+            c if inputs == onto else c.einsum(*(v for _, v in others), equation=f"{inputs}->{onto}")
+        )
+        lost = tuple(a for a, letter in enumerate(wanted) if letter not in known)
+        found.append(made.expand_dims(axes=lost) if lost else made)
+    return tuple(found)
+
+
 @op(
     "tensor",
     infer=_infer_einsum,
@@ -348,6 +456,7 @@ def _infer_einsum(site: Site) -> tuple[Type, ...]:
         Sample(("f[4]", "F[4]"), {"equation": "k,k->"}, "operands are f and F"),
         Sample(("f[4]",), {"equation": "k->j"}, "j stands in no term"),
     ),
+    vjp=_einsum_vjp,
 )
 def einsum(*xs: Any, equation: str) -> Any:
     """Sum of products over the letters that the result leaves out."""
@@ -366,6 +475,7 @@ def _infer_cast(site: Site) -> tuple[Type, ...]:
     infer=_infer_cast,
     samples=tuple(Sample(("f[B, 8]",), {"dtype": d}) for d in ("F", "bf16", "i64", "bool")),
     invalid=(Sample(("f[B, 8]",), {"dtype": "f8"}, "'f8' is not one of f, F, bf16"),),
+    vjp=lambda c, y, x, dtype: c,
 )
 def cast(x: Any, *, dtype: str) -> Any:
     """The same numbers in another dtype; the interpreter rounds every result, casts too."""
@@ -374,7 +484,7 @@ def cast(x: Any, *, dtype: str) -> Any:
     return x.astype(bool) if dtype == "bool" else x
 
 
-def _made(site: Site, *shape: int | Poly) -> tuple[Type, ...]:
+def made_of(site: Site, *shape: int | Poly) -> tuple[Type, ...]:
     """The type of a tensor made from sizes alone."""
     wrong = [size for size in shape if isinstance(size, int) and size < 0]
     if wrong or site.operands:
@@ -384,10 +494,11 @@ def _made(site: Site, *shape: int | Poly) -> tuple[Type, ...]:
 
 @op(
     "tensor",
-    infer=lambda site: _made(site),
+    infer=lambda site: made_of(site),
     samples=(Sample((), {"dim": 8}),),
     invalid=(Sample(("f[8]",), {"dim": 8}, "takes no operands"),),
     made=True,
+    vjp=constant,
 )
 def size(*, dim: int, dtype: str = "F") -> Any:
     """A dim as a number."""
@@ -396,10 +507,11 @@ def size(*, dim: int, dtype: str = "F") -> Any:
 
 @op(
     "tensor",
-    infer=lambda site: _made(site, site.attrs["dim"], site.attrs["dim"]),
+    infer=lambda site: made_of(site, site.attrs["dim"], site.attrs["dim"]),
     samples=(Sample((), {"dim": 8}), Sample((), {"dim": 8, "dtype": "f32"})),
     invalid=(Sample((), {"dim": -1}, "-1 is not a size"),),
     made=True,
+    vjp=constant,
 )
 def eye(*, dim: int, dtype: str = "F") -> Any:
     """The identity matrix."""
@@ -408,10 +520,11 @@ def eye(*, dim: int, dtype: str = "F") -> Any:
 
 @op(
     "tensor",
-    infer=lambda site: _made(site, *site.attrs["shape"]),
+    infer=lambda site: made_of(site, *site.attrs["shape"]),
     samples=(Sample((), {"shape": (8,), "value": 0.0}), Sample((), {"shape": (), "value": 1.0})),
     invalid=(Sample((), {"shape": (8, -2), "value": 0.0}, "-2 is not a size"),),
     made=True,
+    vjp=constant,
 )
 def fill(*, shape: tuple[int, ...], value: float, dtype: str = "F") -> Any:
     """A tensor of one number."""
@@ -437,6 +550,7 @@ def _infer_broadcast_to(site: Site) -> tuple[Type, ...]:
     infer=_infer_broadcast_to,
     samples=(Sample(("f[1, 8]",), {"shape": (4, 8)}),),
     invalid=(Sample(("f[2, 8]",), {"shape": (4, 8)}, "does not stretch"),),
+    vjp=lambda c, y, x, shape: c,
 )
 def broadcast_to(x: Any, *, shape: tuple[int, ...]) -> Any:
     """x repeated along new axes and axes of size 1."""
@@ -451,6 +565,13 @@ def _infer_repeat(site: Site) -> tuple[Type, ...]:
     return (Tensor(x.dtype, (*x.shape[:axis], size, *x.shape[axis + 1 :])),)
 
 
+def _repeat_vjp(c: Any, y: Any, x: Any, *, axis: int, times: int) -> Any:
+    """Sum over the repetitions of each slice."""
+    axis %= x.rank
+    shape = (*x.shape[: axis + 1], times, *x.shape[axis + 1 :])
+    return c.reshape(shape=shape).reduce_sum(axes=(axis + 1,))
+
+
 @op(
     "tensor",
     infer=_infer_repeat,
@@ -459,6 +580,7 @@ def _infer_repeat(site: Site) -> tuple[Type, ...]:
         Sample(("f[B, 2, 8]",), {"axis": 3, "times": 3}, "axis 3 is outside 3 axes"),
         Sample(("f[B, 2, 8]",), {"axis": 1, "times": 0}, "0 times is not at least once"),
     ),
+    vjp=_repeat_vjp,
 )
 def repeat(x: Any, *, axis: int, times: int) -> Any:
     """Each slice along an axis `times` times in a row: key heads for grouped value heads."""

@@ -10,14 +10,16 @@ one; an illegal one is an error that gives the reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from archir.diagnostics import Loc, UnsupportedError, nearest
 from archir.ir import Module, Op
+from archir.passes.fuse import Keeps
 from archir.passes.rewrite import Rewriter, rewrite
+from archir.recurrence.canonical import Reason, canonical
 
+CHUNK = 16  # tokens: any decay is right in chunks of 16 (DESIGN, numerics)
 FORMS = ("auto", "recurrent", "chunk", "parallel")
-_UNDERIVED = "chunked algebra is not derived yet: a rule runs token by token"
 
 
 @dataclass(frozen=True)
@@ -45,21 +47,19 @@ def choices(module: Module, form: str = "auto") -> tuple[Choice, ...]:
     for function in module.functions:
         for op in function.ops:
             if op.kind in ("attention", "state_update"):
-                candidates = _candidates(op)
+                candidates = _candidates(op, module)
                 taken = _take(op, candidates, form)
                 found.append(Choice(function.name, op.results[0].name, op.loc, candidates, taken))
     return tuple(found)
 
 
-def _candidates(op: Op) -> tuple[Candidate, ...]:
+def _candidates(op: Op, module: Module) -> tuple[Candidate, ...]:
     if op.kind == "attention":
         cached = op.attrs.get("keys") == "cache"
         return (Candidate("cached" if cached else "full"),)
-    return (
-        Candidate("recurrent"),
-        Candidate("chunk", _UNDERIVED),
-        Candidate("parallel", _UNDERIVED),
-    )
+    found = canonical(module[op.attrs["rule"].name])
+    reason = str(found) if isinstance(found, Reason) else ""
+    return Candidate("chunk", reason), Candidate("recurrent"), Candidate("parallel", reason)
 
 
 def _take(op: Op, candidates: tuple[Candidate, ...], form: str) -> str:
@@ -78,13 +78,22 @@ def _take(op: Op, candidates: tuple[Candidate, ...], form: str) -> str:
     return legal[0].form
 
 
-def choose_form(module: Module, form: str = "auto") -> Module:
-    """Writes the chosen form into each op."""
+def choose_form(module: Module, form: str = "auto", keeps: Keeps = lambda op, _: False) -> Module:
+    """Writes the chosen form into each op.
+
+    keeps: whether the backend has a kernel for an op. `auto` takes that for a recurrence, else
+    chunks, and for sequences shorter than a chunk (`below`) the recurrent form.
+    """
 
     def visit(new: Rewriter, op: Op) -> bool:
         if op.kind not in ("attention", "state_update"):
             return False
-        new.copy(op, attrs={**op.attrs, "form": _take(op, _candidates(op), form)})
+        attrs = {**op.attrs, "form": _take(op, _candidates(op, module), form)}
+        if form == "auto" and attrs["form"] == "chunk":
+            kernel = {**attrs, "form": "recurrent"}
+            has_kernel = keeps(replace(op, attrs=kernel), module)
+            attrs = kernel if has_kernel else {**attrs, "below": CHUNK}
+        new.copy(op, attrs=attrs)
         return True
 
     return rewrite(module, visit)

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from archir import dims, ir, types
@@ -19,6 +20,7 @@ from archir.dims import Poly
 from archir.ir import Function, Module, Op, Ref, Value
 from archir.ops.state import placed, state_axes
 from archir.passes.canonicalize import merge
+from archir.passes.chunk import chunked
 from archir.passes.fuse import Keeps
 from archir.passes.rewrite import Rewriter
 from archir.recurrence.lift import batch
@@ -30,7 +32,8 @@ def expand(module: Module, keeps: Keeps = lambda op, module: False) -> Module:
     the backend `keeps` stays."""
     functions: dict[str, Function] = {}
     ragged = any(op.kind == "ragged" for op in module.entry.ops)
-    for function in module.functions:
+
+    def run(function: Function) -> Function:
         new = Rewriter(function, functions)
         new.keep_signature()
         for op in function.ops:
@@ -38,12 +41,51 @@ def expand(module: Module, keeps: Keeps = lambda op, module: False) -> Module:
                 new.copy(op)
             elif op.kind == "pointwise":
                 _pointwise(new, op)
-            elif op.kind == "state_update":
-                _recurrent(new, op, ragged)
-            else:
+            elif op.kind != "state_update":
                 new.copy(op)
-        functions[function.name] = new.finish()
+            elif "below" in op.attrs:
+                _guarded(new, op, run)
+            elif op.attrs.get("form") in ("chunk", "parallel"):
+                chunked(new, op)
+            else:
+                _recurrent(new, op, ragged)
+        return new.finish()
+
+    for function in module.functions:
+        functions[function.name] = run(function)
     return merge(Module(ir.callees_first(functions, module.entry.name)))
+
+
+def _guarded(new: Rewriter, op: Op, run: Callable[[Function], Function]) -> None:
+    """A state update whose form depends on the length: both as functions, and the choice."""
+    attrs = {k: v for k, v in op.attrs.items() if k != "below"}
+    forms = []
+    for form in ("recurrent", attrs["form"]):
+        name = f"{op.attrs['rule'].name}_{form}"
+        alone = Rewriter(Function(name, (), (), (), (), "body", loc=op.loc), new.functions)
+        given = tuple(alone.input(x.name, new.value(x).type) for x in op.values)
+        results = alone.copy(
+            replace(op, results=tuple(replace(x, name=alone.fresh(x.name)) for x in op.results)),
+            given,
+            {**attrs, "form": form},
+        )
+        made = replace(alone.old, inputs=tuple(alone.inputs), ops=tuple(alone.ops), outputs=results)
+        forms.append(new.add_function(run(made)))
+    like = next(x for x in op.values if isinstance(x.type, Tensor) and _has_tokens(x))
+    assert isinstance(like.type, Tensor)
+    made = new.emit(
+        "by_length", *(new.value(x) for x in op.values), size=like.type.shape[1],
+        below=op.attrs["below"], short=Ref(forms[0]), long=Ref(forms[1]),
+        hint=op.results[0].name, loc=op.loc,
+    )  # fmt: skip
+    new.values.update(zip(op.results, made if isinstance(made, tuple) else (made,), strict=True))
+
+
+def _has_tokens(x: Value) -> bool:
+    """Whether the first axes of an operand are rows and tokens."""
+    assert isinstance(x.type, Tensor)
+    shape = x.type.shape[:2]
+    return len(shape) == 2 and all(isinstance(size, Poly) for size in shape)
 
 
 def _pointwise(new: Rewriter, op: Op) -> None:

@@ -137,12 +137,16 @@ def _scalars(group: list[Op], functions: dict[str, Function]) -> Function:
     new = Rewriter(Function(name, (), (), (), (), "pointwise", loc=group[-1].loc), functions)
     for value in _entering(group):
         new.values[value] = new.input(_stem(value), scalar(value))
+    made: Operand
     for op in group:
         given = tuple(new[x] for x in op.operands)
         if op.kind == "cast":
-            new.values[op.result] = new.value(op.values[0])
+            (x,) = op.values
+            value, dtype = new.value(x), scalar(op.result).dtype
+            if scalar(x).dtype != dtype:  # from truth values, or to them
+                value = new.emit("cast", value, dtype=dtype, hint=_stem(op.result))
+            new.values[op.result] = value
             continue
-        made: Operand
         if op.kind == "pointwise":
             (made,) = new.inline(functions[op.attrs["fn"].name], given, op.loc)
         else:
@@ -221,4 +225,5 @@ def _narrowed(outputs: tuple[Value, ...], function: Function) -> list[Op]:
         if len(readers) != 1 or readers[0].kind != "cast" or output in function.outputs:
             return []
         casts += readers
-    return casts if len({cast.attrs["dtype"] for cast in casts}) == 1 else []
+    dtypes = {cast.attrs["dtype"] for cast in casts}
+    return casts if len(dtypes) == 1 and types.is_float(*dtypes) else []

@@ -35,7 +35,9 @@ def batch(
         lift.values[value] = lifted
     for op in rule.ops:
         lift.op(op)
-    return lift.finish(name=name, role="body", attrs={})
+    outputs = tuple(lift.everywhere(v) for v in rule.outputs)
+    ops = tuple(lift.ops)  # with those that brought outputs to the leading axes
+    return lift.finish(name=name, role="body", attrs={}, outputs=outputs, ops=ops)
 
 
 class _Lift(Rewriter):
@@ -51,11 +53,22 @@ class _Lift(Rewriter):
             self.lifted |= set(op.results)
             if lookup(op.kind).family == "elementwise":
                 self.copy(op, self._aligned(op))
+            elif op.kind == "concat":
+                operands = tuple(self.everywhere(x) for x in op.values)
+                self.copy(op, operands, self._shifted(op))
             else:
                 self.copy(op, attrs=self._shifted(op))
         else:
             attrs = {k: self._bound(v) for k, v in op.attrs.items()}
             self.copy(op, attrs=attrs)
+
+    def everywhere(self, old: Value) -> Value:
+        """The new value of an old one, with the leading axes also where it depends on no input."""
+        new = self.value(old)
+        if old in self.lifted:
+            return new
+        assert isinstance(new.type, Tensor)
+        return self.emit("broadcast_to", new, shape=(*self.lead, *new.type.shape), hint=new.name)
 
     def _bound(self, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -97,10 +110,10 @@ class _Lift(Rewriter):
                 attrs["axes"] = (*range(shift), *(a + shift for a in attrs["axes"]))
             case "reshape" | "broadcast_to":
                 attrs["shape"] = (*self.lead, *attrs["shape"])
-            case "concat" | "split" | "repeat":
+            case "concat" | "split" | "repeat" | "cumprod":
                 axis = attrs["axis"]
                 attrs["axis"] = axis + shift if axis >= 0 else axis
-            case "cast" | "heads" | "merge" | "l2_norm" | "rms_norm":
+            case "cast" | "heads" | "merge" | "l2_norm" | "rms_norm" | "substitute":
                 pass  # they look at the last axes only
             case _:
                 raise PassError(

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import FunctionType
 from typing import Any
@@ -86,11 +87,14 @@ class Rule:
             raise self._bad("no parameter is a state", "the first parameters are the states")
         return states
 
-    def _bad(self, what: str, next: str = "", loc: Loc | None = None) -> SpecError:
+    def _bad(
+        self, what: str, next: str = "", loc: Loc | None = None, facts: Sequence[str] = ()
+    ) -> SpecError:
         return SpecError(
             f"rule {self.name}: {what}",
             code="rule-signature",
             loc=loc or source.definition(self.fn),
+            facts=[*facts],
             next=next or 'write for example "q:K k:K v:V beta: -> o:V"',
         )
 
@@ -170,8 +174,31 @@ class Rule:
                 builder.input(name, Tensor("F", tuple(dims.symbol(d) for d in shape)))
                 for name, shape in given.items()
             ]
-            returned = _with_dims(self.fn, {d for s in given.values() for d in s})(*values)
+            try:
+                returned = _with_dims(self.fn, {d for s in given.values() for d in s})(*values)
+            except NameError as error:
+                raise self._undeclared(error, given) from None
         return self._check(builder, returned, given)
+
+    def _undeclared(self, error: NameError, given: Mapping[str, tuple[str, ...]]) -> SpecError:
+        """A name in the body that is neither a parameter, a dim nor defined above the rule."""
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        letters = dict.fromkeys(d for shape in given.values() for d in shape)
+        left, arrow, right = self.signature.partition("->")
+        declared = f"{left.rstrip()} {error.name}:… {arrow}{right}"
+        step = f'declare an operand, "{declared}", and take it as a parameter'
+        if str(error.name).isupper():
+            step = "use a dim of the signature"
+        return SpecError(
+            f"rule {self.name}: {error}",
+            code="rule-name",
+            loc=Loc(frame.filename, frame.lineno or 1, frame.colno or 0, frame.end_colno),
+            facts=[
+                f"states: {', '.join(self.states)}; operands: {', '.join(self.operands)}; "
+                f"dims: {', '.join(letters)}"
+            ],
+            next=f"{step}, or define {error.name} above the rule",
+        )
 
     def _check(
         self, builder: Builder, returned: Any, given: Mapping[str, tuple[str, ...]]
@@ -179,20 +206,24 @@ class Rule:
         returned = returned if isinstance(returned, tuple) else (returned,)
         wanted = {s: given[s] for s in self.states} | self.outputs
         if len(returned) != len(wanted):
+            count = "nothing" if returned[0] is None else str(len(returned))
             raise self._bad(
-                f"the body returns {len(returned)} of {', '.join(wanted)}",
-                "return the new states first, then the outputs",
+                f"{len(wanted)} values are expected ({', '.join(wanted)}), "
+                f"the body returns {count}",
+                f"return {', '.join(wanted)}: the new states first, then the outputs",
                 source.returned(self.fn),
             )
         outputs: list[Value] = []
+        shown = ", ".join(str(x.type) if isinstance(x, Traced) else repr(x) for x in returned)
         for (name, shape), x in zip(wanted.items(), returned, strict=True):
             want = Tensor("F", tuple(dims.symbol(d) for d in shape))
             if not isinstance(x, Traced) or x.type != want:
                 have = x.type if isinstance(x, Traced) else type(x).__name__
                 raise self._bad(
                     f"{name} must be {want}, the body returns {have}",
-                    "change the signature or the body",
+                    "change the signature or the body, which returns the new states first",
                     source.returned(self.fn),
+                    [f"the signature: {', '.join(wanted)}; the body returns {shown}"],
                 )
             outputs.append(x.value)
         attrs: dict[str, Any] = {"states": len(self.states)}
@@ -214,13 +245,18 @@ class Rule:
 
     def _literal(self, *arrays: Any) -> Any:
         """The body run on arrays of one head and one token, declared dims bound to their sizes."""
+        _ = self.function  # a body that changes its arrays in place, say, is refused before it does
         sizes: dict[str, int] = {}
         for x, shape in zip(arrays[len(self.states) :], self.operands.values(), strict=True):
             sizes |= zip(shape, np.shape(x), strict=True)
         return _bound(self.fn, sizes)(*arrays)
 
     def trace(self, types: Mapping[str, Tensor] | None = None) -> Module:
-        """A module that runs this rule alone over operands [B, T, H, …], or of given types."""
+        """A module that runs this rule alone over operands [B, T, H, …], or of given types.
+
+        Its inputs stand in the order of `types`, and rows are made from the first; all of its ops
+        are of the rule's line, as nobody wrote them.
+        """
         program = Program()
         builder = Builder(program, f"run_{self.name}", source.definition(self.fn), "entry")
         lead = tuple(dims.symbol(d) for d in ("B", "T", "H"))
@@ -229,7 +265,9 @@ class Rule:
             for name, shape in self.operands.items()
         }
         with building(builder):
-            made = self(*(builder.input(name, types[name]) for name in self.operands))
+            inputs = {name: builder.input(name, type_) for name, type_ in types.items()}
+            made = self(*(inputs[name] for name in self.operands))
+        builder.ops[:] = [replace(op, loc=builder.loc) for op in builder.ops]
         outputs = [o.value for o in (made if isinstance(made, tuple) else (made,))]
         return finish(program, builder.finish(outputs, tuple(self.outputs)))
 

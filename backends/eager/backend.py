@@ -84,7 +84,8 @@ class Eager:
         versions = (torch.__version__, self.target())
         folder = cache.folder(request.name, str(marked), self.name, *options, *versions)
         if not cache.intact(folder / "modules.py"):
-            cache.write(folder, self.emit_tree(request.module, request.name))
+            files = self.emit_tree(request.module, request.name)
+            cache.write(folder, files | {"modules.py": files.pop("modules.py")})  # says it is whole
         entry = class_names(request.module)[request.module.entry.name]
         root = getattr(self.load(folder, "modules"), entry)
         made = type(root.__name__, (Model, root), {"__doc__": request.spec.doc})
@@ -145,16 +146,16 @@ class Eager:
         """What somebody provided; every other op is a torch call."""
         texts = [(folder / f"{name}.py").read_text() for name in programs]
         names = dict.fromkeys(name for text in texts for name in _CALLED.findall(text))
-        found = [named()[name] for name in names]
-        return KernelRecords(
+        found = [
             KernelRecord(
                 name=p.name,
                 about=f"{p.rule.name}, provided for the rule{_place(p.rule.fn)}",
                 runs=f"a function of your own{_place(p.fn)}",
                 gradient="its own",
             )
-            for p in found
-        )
+            for p in map(named().__getitem__, names)
+        ]
+        return KernelRecords(found, len(texts))
 
 
 def _place(fn: Any) -> str:

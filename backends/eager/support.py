@@ -141,16 +141,27 @@ def last(x: Tensor, seq: Rows) -> Tensor:
     return found.index_put((row,), x.flatten(0, 1)[token][:, None])
 
 
-def steps(x: Tensor, seq: Rows) -> Tensor:
-    """[B, T, …] → [J, R, …]: step j of row r is its j-th token; ended rows repeat their last."""
-    if seq.full:
+def steps(x: Tensor, seq: Rows, chunk: int | str = 0) -> Tensor:
+    """[B, T, …] → [J, R, …]: step j of row r is its j-th token; ended rows repeat their last.
+
+    chunk: C gives [J, R, C, …], C tokens of a row at each step; "whole" [1, R, J, …].
+    """
+    if seq.full and not chunk:
         return x.transpose(0, 1)
-    index = torch.from_numpy(seq.grid()[0]).to(x.device)
+    if seq.full and (chunk == "whole" or seq.length % int(chunk) == 0) and seq.length:
+        size = seq.length if chunk == "whole" else int(chunk)
+        return x.unflatten(1, (-1, size)).transpose(0, 1)
+    index = torch.from_numpy(seq.grid(chunk)[0]).to(x.device)
+    if not x.numel():
+        return x.new_zeros(*index.shape, *x.shape[2:])
     return x.flatten(0, 1)[index]
 
 
-def unsteps(y: Tensor, like: Tensor, seq: Rows) -> Tensor:
-    """[J, R, …] → [B, T, …], zero where no row owns the token."""
+def unsteps(y: Tensor, like: Tensor, seq: Rows, chunk: int | str = 0) -> Tensor:
+    """[J, R, …] → [B, T, …], zero where no row owns the token; chunk as for `steps`."""
+    if chunk:
+        y = y.transpose(1, 2).flatten(0, 1)
+        y = y[: seq.length] if seq.full else y
     if seq.full:
         return y.transpose(0, 1)
     row, position, token = places(seq, y.device)
@@ -159,9 +170,25 @@ def unsteps(y: Tensor, like: Tensor, seq: Rows) -> Tensor:
     return flat.index_put((token,), y[step, row]).unflatten(0, like.shape[:2])
 
 
-def valid(seq: Rows, device: torch.device) -> Tensor:
-    """Whether row r still has a j-th token, bool[J, R]."""
-    return torch.from_numpy(seq.grid()[1]).to(device)
+def valid(seq: Rows, device: torch.device, chunk: int | str = 0) -> Tensor:
+    """Whether row r still has a j-th token, bool[J, R], or as `steps` arranges them."""
+    return torch.from_numpy(seq.grid(chunk)[1]).to(device)
+
+
+def substitute(lower: Tensor, b: Tensor, e: Tensor | None = None) -> Tensor:
+    """u_i = e_i ⊙ (b_i + Σ_{j<i} L_ij u_j): L [*A, N, N] below its diagonal, b [*A, N, V], and e
+    [*A, N, 1], one triangular system for all values, or [*A, N, V], row by row."""
+    if e is None or e.shape[-1] == 1:
+        lower, b = (lower, b) if e is None else (e * lower, e * b)
+        return torch.linalg.solve_triangular(-lower, b, upper=False, unitriangular=True)
+    rows: list[Tensor] = []
+    for i in range(b.shape[-2]):
+        row = b[..., i, :]
+        if rows:
+            seen = torch.stack(rows, -2)
+            row = row + torch.einsum("...j,...jv->...v", lower[..., i, :i], seen)
+        rows.append(e[..., i, :] * row)
+    return torch.stack(rows, -2) if rows else b
 
 
 def mask_targets(targets: Tensor, seq: Rows) -> Tensor:

@@ -9,8 +9,9 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import re
 import sys
-import tempfile
+import threading
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -51,12 +52,19 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+_IMPORTS = re.compile(r"^from \.(\w*) import (\w+)", re.M)
+
+
 def intact(path: Path) -> bool:
-    """Whether a file is there as `write` wrote it: it ends with a digest of what stands above."""
+    """Whether a file, and all it imports beside it, are there as `write` wrote them: each ends with
+    a digest of what stands above."""
     if not path.is_file():
         return False
     text, mark, digest = path.read_text().rpartition(_MARK)
-    return bool(mark) and digest.strip() == _digest(text)
+    if not mark or digest.strip() != _digest(text):
+        return False
+    beside = dict.fromkeys(module or name for module, name in _IMPORTS.findall(text))
+    return all(intact(path.with_name(f"{name}.py")) for name in beside)
 
 
 def write(place: Path, files: dict[str, str]) -> list[Path]:
@@ -72,7 +80,9 @@ def write(place: Path, files: dict[str, str]) -> list[Path]:
             continue
         try:
             place.mkdir(parents=True, exist_ok=True)
-            handle, aside = tempfile.mkstemp(dir=place, prefix=f".{name}.")
+            # not a temporary file of the system's: whoever may read the folder may read it
+            aside = place / f".{name}.{os.getpid()}.{threading.get_ident()}"
+            aside.write_text(text)
         except OSError as error:
             raise MismatchError(
                 f"{name} is not in the cache yet, and cannot be written there: {error.strerror}",
@@ -80,8 +90,6 @@ def write(place: Path, files: dict[str, str]) -> list[Path]:
                 facts=[f"the folder: {place}"],
                 next="set ARCHIR_CACHE to a folder that can be written, or fill this one first",
             ) from None
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
         os.replace(aside, path)
     return paths
 
@@ -89,6 +97,17 @@ def write(place: Path, files: dict[str, str]) -> list[Path]:
 def load(place: Path, name: str) -> ModuleType:
     """Imports `name.py` of a cache folder as a module of a package named after the folder."""
     package = "archir_emitted_" + hashlib.sha256(str(place.resolve()).encode()).hexdigest()[:16]
+    with _PACKAGES:
+        _package(package, place)
+    importlib.invalidate_caches()
+    return importlib.import_module(f"{package}.{name}")  # waits where a thread is importing it
+
+
+_PACKAGES = threading.Lock()
+
+
+def _package(package: str, place: Path) -> None:
+    """The folder as a package, made once."""
     if package not in sys.modules:
         spec = importlib.util.spec_from_file_location(
             package, place / "__init__.py", submodule_search_locations=[str(place)]
@@ -97,8 +116,3 @@ def load(place: Path, name: str) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         sys.modules[package] = module
         spec.loader.exec_module(module)
-    full = f"{package}.{name}"
-    if full not in sys.modules:
-        importlib.invalidate_caches()
-        importlib.import_module(full)
-    return sys.modules[full]

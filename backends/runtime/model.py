@@ -305,7 +305,8 @@ class Model(nn.Module):
 
     def kernels(self) -> KernelRecords:
         """What runs beyond torch calls in the programs used so far: printed, it says of each kernel
-        what it computes, what runs it here, and what gives its gradient."""
+        what it computes, what runs it here, and what gives its gradient; of a recurrence that the
+        backend has no kernel for, why."""
         programs = [program_name(*key) for key in self._programs]
         return self._backend.kernels(self._folder, programs, self.device)
 

@@ -7,7 +7,7 @@ ranks, inner sizes, heads and dtypes. Batches and tokens are free.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from archir import dims, types
 from archir.diagnostics import MismatchError, ShapeError
-from archir.ir import Module
 from archir.ops.state import placed
 from archir.pipeline import lower
 from archir.provide import active, mark
@@ -112,7 +111,7 @@ class Operator:
         return [p for p in found if p in programs or p.name not in every]
 
     def kernels(self) -> KernelRecords:
-        """What runs beyond torch calls in the programs so far."""
+        """What runs beyond torch calls in the programs so far, as of a model."""
         found = [
             record
             for (_, _, device), program in self._programs.items()
@@ -120,7 +119,7 @@ class Operator:
                 program.folder, [program.name], torch.device(device)
             )
         ]
-        return KernelRecords(dict.fromkeys(found))
+        return KernelRecords(dict.fromkeys(found), len(self._programs))
 
     # ---- programs
 
@@ -130,15 +129,15 @@ class Operator:
         if (operands, layout, device) in self._programs:
             return
         grid = dims.symbol("B"), dims.symbol("T")
-        declared = {
-            name: types.Tensor(dtype, (*(grid if "T" in lead else ()), *shape))
-            for name, (dtype, lead, shape) in zip(self.rule.operands, operands, strict=True)
-        }
         dtype = operands[0][0]
         # the entry makes rows from its first input
         first = next(i for i, (_, lead, _) in enumerate(operands) if "T" in lead)
         order = (first, *(i for i in range(len(operands)) if i != first))
-        traced = mark(_arranged(self.rule.trace(declared), order), self._provided, dtype)
+        names, declared = [*self.rule.operands], {}
+        for i in order:
+            kept, lead, shape = operands[i]
+            declared[names[i]] = types.Tensor(kept, (*(grid if "T" in lead else ()), *shape))
+        traced = mark(self.rule.trace(declared), self._provided, dtype)
         options = (self._backend.name, self._form, dtype)
         versions = (torch.__version__, self._backend.target())
         folder = cache.folder(f"op_{self.rule.name}", str(traced), *options, *versions)
@@ -196,15 +195,6 @@ class Operator:
                     facts=[f"the rule: {shown}, of {shape[0]} rows and {shape[1]} heads"],
                     next="give one state per row: of the batch, or of cu_seqlens",
                 )
-
-
-def _arranged(module: Module, order: Sequence[int]) -> Module:
-    """A module with the inputs of its entry in another order, all of whose ops are of the rule's
-    line: nobody wrote it."""
-    *others, entry = module.functions
-    inputs = tuple(entry.inputs[i] for i in order)
-    ops = tuple(replace(op, loc=entry.loc) for op in entry.ops)
-    return Module((*others, replace(entry, inputs=inputs, ops=ops)))
 
 
 def _without_padding(operands: Sequence[Tensor], given: Given, rows: Bounds) -> list[Tensor]:

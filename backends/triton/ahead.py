@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +39,10 @@ from backends.triton.render import render
 
 SCHEMA = "archir.package/1"
 MANIFEST = "manifest.json"
+PRODUCTS = {
+    "a100": "sm_80", "h100": "sm_90", "h200": "sm_90", "b200": "sm_100", "gb200": "sm_100",
+    "mi300": "gfx942", "mi300a": "gfx942", "mi300x": "gfx942", "mi325x": "gfx942",
+}  # fmt: skip
 PROGRAMS = (("full", "all"), ("prefill", "last"), ("decode", "all"))
 # What stands in the manifest.
 MEANING = {
@@ -69,6 +73,10 @@ ROWS = (
     "are padded or packed; None where every line is a row.",
 )
 IMPORTED = {"torch", "ar", "sys", "importlib", "Path"}  # by `module.py`
+DTYPES = TORCH | {"i32": "torch.int32", "i64": "torch.int64", "bool": "torch.bool"}
+# Names of `module.py` that no input may take.
+OF_RULE = {"rows", "count", "state", "made", "SIZES", "TAKES", "_check"}
+OF_MODEL = OF_RULE | {"model", "start", "stop", "_check_state"}
 Report = Callable[[str], None]
 
 
@@ -81,6 +89,7 @@ def write_package(
 ) -> list[Path]:
     """Writes a package for some targets into a folder; its files. `report` is told each step."""
     targets = list(dict.fromkeys(targets))
+    _refuse_products(targets)
     check_targets(targets)
     manifest = out / MANIFEST
     before = _listed(manifest)
@@ -123,6 +132,18 @@ def write_package(
     return [*paths, manifest]
 
 
+def _refuse_products(names: Iterable[str]) -> None:
+    """Raises UnsupportedError for a GPU named as it is sold."""
+    for name in names:
+        target = PRODUCTS.get(name.lower())
+        if target is not None:
+            raise UnsupportedError(
+                f"there is no target {name!r}: it is a GPU, whose code is for {target}",
+                code="target",
+                next=f"write --target {target}",
+            )
+
+
 def _listed(manifest: Path) -> set[str]:
     """The files of the package that a folder has; what else has a manifest is not written over."""
     if not manifest.is_file():
@@ -142,9 +163,8 @@ def _listed(manifest: Path) -> set[str]:
 
 def _write(path: Path, content: bytes) -> None:
     """Aside, then renamed."""
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_bytes(content)
     os.replace(aside, path)
 
 
@@ -196,7 +216,6 @@ class _Package:
         self.title = f"{request.name} in {request.options.dtype}"
         self.files = backend.emit_tree(request.module, self.title)
         if isinstance(request, RuleRequest):
-            del self.files["modules.py"]
             self.files["module.py"] = self._rule(request)
         else:
             self.files["module.py"] = self._model(request)
@@ -209,6 +228,7 @@ class _Package:
                 for name, kernel in self.kernels.items()
             ],
         )
+        self.files = _imported(self.files, ["__init__.py", "module.py", "kernels.py"])
 
     def _lowered(self, phase: str, layout: str, head: str, **options: Any) -> Module:
         o = self.request.options
@@ -235,7 +255,7 @@ class _Package:
         """The source of `module.py` for a spec."""
         ahead = only_full(request.module)
         ragged = only_dense(request.module) is None
-        inputs = ", ".join(_named(request.module.entry.inputs, {"model", "rows", "start", "stop"}))
+        inputs = ", ".join(_named(request.module.entry.inputs, OF_MODEL))
         phases = [
             self._phase(phase, head, inputs, ragged)
             for phase, head in PROGRAMS
@@ -244,6 +264,8 @@ class _Package:
         module = self._lowered("prefill" if ahead is None else "full", "dense", "all",
                                stage="precision")  # fmt: skip
         entry, parts = _state(module)
+        names = _named(request.module.entry.inputs, OF_MODEL)
+        inner = [_tensor(value) for value in module.entry.inputs]
         use = ['    model = build("cuda")  # then model.load_state_dict(…)']
         use += [f"    made = full(model, {inputs})"]
         if ahead is None:
@@ -255,6 +277,10 @@ class _Package:
             package=self.package,
             use=[*use, *["", *ROWS] * ragged],
             inputs=inputs,
+            given=_by_name(names),
+            first=names[0],
+            sizes="{}",
+            takes=[_takes(n, t, t.shape) for n, t in zip(names, inner, strict=False)],
             ragged=ragged,
             stateful=ahead is None,
             programs=self.programs,
@@ -293,7 +319,7 @@ class _Package:
         fields = [f for f in module.entry.fields if f.kind == "state" and f.path != "length"]
         rule = free(request.rule.name, IMPORTED)
         before = [replace(f.value, name=f.path.rpartition(".")[2]) for f in fields]
-        names = _named([*module.entry.inputs, *before], {rule, "rows", "count", "made"})
+        names = _named([*module.entry.inputs, *before], {rule, *OF_RULE})
         operands, states = names[: -len(fields)], names[-len(fields) :]
         kept = [
             {"name": name, "zeros": _zeros(_tensor(field.value), f"{operands[0]}.device")}
@@ -321,7 +347,13 @@ class _Package:
                 *(f"{name}: {v.type}, zeros if None" for name, v in pairs[len(operands) :]),
                 *(f"returns {name}: {value.type}" for name, value in outputs),
             ],
-            first=operands[0],
+            given=_by_name(operands),
+            before=_by_name(states),
+            sizes=_sizes(request, pairs),
+            takes=[
+                _takes(name, _tensor(value), axes)
+                for (name, value), axes in zip(pairs, _axes(request), strict=True)
+            ],
             kept=kept,
             entries="{" + ", ".join(f"{quoted(k)}: {v}" for k, v in entries.items()) + "}",
             dense=dense,
@@ -332,6 +364,7 @@ class _Package:
     def _require_kernel(self, module: Module) -> None:
         """Raises UnsupportedError where a rule alone has no kernel."""
         (op,) = (op for op in module.entry.ops if op.kind == "state_update")
+        op = replace(op, attrs={**op.attrs, "form": "recurrent"})
         reason = KERNELS[op.kind].refusal(op, module)
         if reason:
             raise UnsupportedError(
@@ -340,6 +373,22 @@ class _Package:
                 loc=module[op.attrs["rule"].name].loc,
                 next="write it in elementwise ops, np.einsum, np.outer, np.sum, np.where",
             )
+
+
+def _imported(files: Mapping[str, str], roots: Sequence[str]) -> dict[str, str]:
+    """Those of some files that roots import, and the roots."""
+    found: dict[str, str] = {}
+    pending = list(roots)
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found[name] = files[name]
+            pending += [f"{m or n}.py" for m, n in _FROM.findall(files[name])]
+    return {name: text for name, text in files.items() if name in found}
+
+
+# How files of a package import each other.
+_FROM = re.compile(r"^ *from \.(\w*) import (\w+)", re.M)
 
 
 def _state(module: Module) -> tuple[list[dict[str, str]], list[dict[str, Any]]]:
@@ -378,6 +427,34 @@ def _named(values: Sequence[Value], taken: set[str]) -> list[str]:
         found.append(free(value.name, taken))
         taken.add(found[-1])
     return found
+
+
+def _by_name(names: Sequence[str]) -> str:
+    """`{"q": q, "k": k}`: an expression."""
+    return "{" + ", ".join(f"{quoted(name)}: {name}" for name in names) + "}"
+
+
+def _takes(name: str, type_: Tensor, axes: Iterable[int | Poly | str]) -> dict[str, str]:
+    """The dtype and axes of what is given under a name, as an entry of `module.py`'s table."""
+    shown = [str(axis) if isinstance(axis, int) else quoted(str(axis)) for axis in axes]
+    return {"name": name, "dtype": DTYPES[type_.dtype], "axes": in_brackets(shown)}
+
+
+def _axes(request: RuleRequest) -> list[tuple[str, ...]]:
+    """The axes of a rule's operands, then of its states, as letters."""
+    rule = request.rule
+    states = [_tensor(value).shape for value in rule.function.inputs[: len(rule.states)]]
+    found = [("B", "T", "H", *shape) for shape in rule.operands.values()]
+    return [*found, *(("R", "H", *map(str, shape)) for shape in states)]
+
+
+def _sizes(request: RuleRequest, pairs: Sequence[tuple[str, Value]]) -> str:
+    """`{"K": 128, "V": 128, "H": 1}`: an expression."""
+    found: dict[str, int | Poly] = {}
+    for (_, value), axes in zip(pairs, _axes(request), strict=True):
+        found |= dict(zip(axes, _tensor(value).shape, strict=True))
+    letters = [*(d for d in found if d not in ("B", "T", "R", "H")), "H"]
+    return "{" + ", ".join(f"{quoted(d)}: {found[d]}" for d in letters) + "}"
 
 
 def _zeros(type_: Tensor, device: str = "device", grows: bool = False) -> str:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from archir.compile import Request, RuleRequest
 from archir.ir import Module, Op
+from archir.pipeline import lower
 from archir.provide import provided_name
+from archir.text import wrap
+from archir.types import Tensor
 from backends.api import KernelRecord, KernelRecords, refuse_unsupported
 from backends.eager import provided as table
 from backends.eager.backend import Eager, source_of
-from backends.eager.emit import Printer, emit_program, printed
-from backends.eager.names import RESERVED, free, function_names
+from backends.eager.emit import WIDTH, Printer, emit_program, printed
+from backends.eager.names import RESERVED, free, function_names, in_brackets, quoted
 from backends.eager.ops import EMIT
 from backends.eager.ops.state import calls_provided
 from backends.triton import launch
@@ -56,10 +60,12 @@ class Triton(Eager):
         }
         files = {"provided.py": source_of(table)} if found.provided else {}
         files |= {f"{kernel.name}.py": kernel.file for kernel in found.kernels.values()}
-        return files | {f"{name}.py": emit_program(module, traced, title, emit, imports)}
+        text = emit_program(module, traced, title, emit, imports) + _left_to_torch(module, traced)
+        return files | {f"{name}.py": text}
 
     def kernels(self, folder: Path, programs: Iterable[str], device: Any) -> KernelRecords:
-        """The kernels that programs import, and what somebody provided."""
+        """The kernels that programs import, the recurrences that they leave to torch, and what
+        somebody provided."""
         programs = [*programs]
         texts = [(folder / f"{name}.py").read_text() for name in programs]
         names = dict.fromkeys(name for text in texts for name in _IMPORTED.findall(text))
@@ -77,7 +83,14 @@ class Triton(Eager):
             )
             for name in names
         ]
-        return KernelRecords([*found, *super().kernels(folder, programs, device)])
+        for program in programs:
+            left = getattr(self.load(folder, program), "LEFT_TO_TORCH", {})
+            found += [
+                KernelRecord(name, about, runs=f"torch: {reason}", gradient="torch's own")
+                for name, (about, reason) in left.items()
+            ]
+        records = dict.fromkeys([*found, *super().kernels(folder, programs, device)])
+        return KernelRecords(records, len(programs))
 
     def package(
         self,
@@ -111,7 +124,7 @@ class Kernels:
                 skeleton = None if provided_name(op, module) else skeleton_of(op, module)
                 if skeleton is None:
                     continue
-                kernel = kernel_of(skeleton)
+                kernel = guarded(kernel_of(skeleton))
                 self._of[op] = kernel.name
                 if kernel.name not in self.kernels:
                     self.kernels[kernel.name] = kernel
@@ -128,6 +141,56 @@ class Kernels:
         given = [p(x) for x in tensors]
         given.append(f"*at.rows({p(last)})" if takes_rows(op) else p(last))
         return f"{self.aliases[self._of[op]]}({', '.join(given)})"
+
+
+def guarded(kernel: Kernel) -> Kernel:
+    """A kernel whose torch op refuses other shapes than those it was made for."""
+    skeleton = kernel.skeleton
+    shapes = [value.type.shape for value in skeleton.op.values if isinstance(value.type, Tensor)]
+    axes = [[str(n) if isinstance(n, int) else quoted(str(n)) for n in shape] for shape in shapes]
+    pairs = zip(skeleton.operands, map(in_brackets, axes), strict=True)
+    takes = "{" + ", ".join(f"{quoted(name)}: {shape}" for name, shape in pairs) + "}"
+    *pieces, call = kernel.pieces
+    lines = [*call.splitlines()[:-1], *wrap(f"    {takes},", WIDTH), ")"]
+    return replace(kernel, pieces=(*pieces, "\n".join(lines)))
+
+
+def _left_to_torch(module: Module, traced: Module) -> str:
+    """What ends a program in which a rule's recurrence was written as torch ops: the reason.
+
+    LEFT_TO_TORCH = {
+        "catty": ("a recurrence (rule at cc.py:5)",
+            "concat of catty (cc.py:7) has no form on tiles"),
+    }
+    """
+    ops = [op for function in module.functions for op in function.ops]
+    kept = {op.attrs["rule"].name for op in ops if op.kind == "state_update"}
+    scans = [op.attrs["body"].name for op in ops if op.kind == "scan"]
+    chunks = {op.attrs.get("chunk") for op in ops if op.kind == "steps"} - {None}
+    form = "parallel" if "whole" in chunks else "chunk" if chunks else "recurrent"
+    rules = {op.attrs["rule"].name for f in traced.functions for op in f.ops if _updates(op)}
+    left = {r for r in rules - kept if any(name.startswith(f"{r}_") for name in scans)}
+    if not left:
+        return ""
+    lines = {}
+    explicit = lower(traced, stage="form", form="recurrent")  # its states are operands
+    for op in (op for function in explicit.functions for op in function.ops if _updates(op)):
+        rule = explicit[op.attrs["rule"].name]
+        if rule.name in left:
+            refusal = KERNELS[op.kind].refusal
+            formed = replace(op, attrs={**op.attrs, "form": form})
+            reason = refusal(op, explicit) or refusal(formed, explicit)
+            place = f" (rule at {rule.loc.short})" if rule.loc else ""
+            lines[rule.name] = (
+                f"    {quoted(rule.name)}: ({quoted('a recurrence' + place)},\n"
+                f"        {quoted(reason)}),\n"
+            )
+    about = "# Recurrences that torch runs, and why they have no kernel."
+    return f"\n\n{about}\nLEFT_TO_TORCH = {{\n{''.join(lines.values())}}}\n"
+
+
+def _updates(op: Op) -> bool:
+    return op.kind == "state_update"
 
 
 # How programs import a kernel.

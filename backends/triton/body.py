@@ -26,8 +26,8 @@ TABLE = {
     "div": "{0} / {1}",
     "floor_divide": "tl.floor({0} / {1})",
     "mod": "{0} - tl.floor({0} / {1}) * {1}",
-    "maximum": "tl.maximum({0}, {1})",
-    "minimum": "tl.minimum({0}, {1})",
+    "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "neg": "-{0}",
     "abs": "tl.abs({0})",
     "floor": "tl.floor({0})",
@@ -43,7 +43,7 @@ TABLE = {
     "tanh": "_tanh({0})",
     "sigmoid": "tl.sigmoid({0})",
     "silu": "{0} * tl.sigmoid({0})",
-    "relu": "tl.maximum({0}, 0.0)",
+    "relu": "tl.maximum({0}, 0.0, propagate_nan=tl.PropagateNan.ALL)",
     "softplus": "tl.maximum({0}, 0.0) + _log1p(tl.exp(-tl.abs({0})))",
     "gelu_tanh": "_gelu_tanh({0})",
     "less": "{0} < {1}",
@@ -59,6 +59,14 @@ TABLE = {
 }
 # What a row of the table above may call: written into a file of kernels where it is used.
 HELPERS = {
+    "_power": '''
+        """|x|^y by logarithms, with the sign that a whole y gives."""
+        size = tl.exp(y * tl.log(tl.abs(x)))
+        whole, odd = tl.floor(y) == y, tl.floor(y * 0.5) * 2.0 != y
+        signed = tl.where(odd, -size, size)
+        size = tl.where(x < 0.0, tl.where(whole, signed, float("nan")), size)
+        return tl.where(y == 0.0, 1.0, size)
+    ''',
     "_log1p": '''
         """log(1 + x), accurate near 0 (Kahan: the rounding of 1 + x is divided out)."""
         u = 1.0 + x
@@ -98,6 +106,12 @@ class Axis:
         return self.size % self.block == 0
 
 
+def _number(value: float) -> str:
+    """A number as Triton reads it, in brackets where it has a sign."""
+    text = repr(value) if math.isfinite(value) else f'float("{value}")'
+    return f"({text})" if text.startswith("-") else text
+
+
 class Body:
     """The statements of a function; names of values are kept where they are free.
 
@@ -109,7 +123,7 @@ class Body:
     ) -> None:
         self.function, self.axes, self.taken, self.dtype = function, axes, taken, dtype
         self.names: dict[Value, str] = {}
-        self.known: dict[Value, float] = {}
+        self.known: dict[Value, float | bool] = {}
 
     def print(self, inputs: Mapping[Value, str], ops: Sequence[Op] | None = None) -> list[str]:
         """One line per op, with the spec's line as a comment; results are in `names`."""
@@ -127,9 +141,13 @@ class Body:
     def __call__(self, operand: Operand) -> str:
         if isinstance(operand, Value) and operand not in self.known:
             return self.names[operand]
-        value = float(self.known[operand] if isinstance(operand, Value) else operand)
-        text = repr(value) if math.isfinite(value) else f'float("{value}")'
-        return f"({text})" if text.startswith("-") else text
+        found = self.known[operand] if isinstance(operand, Value) else operand
+        return str(found) if isinstance(found, bool) else _number(float(found))
+
+    def tile(self, operand: Operand) -> str:
+        """An operand that an op must not take as a bare number: Triton's are float32."""
+        known = not isinstance(operand, Value) or operand in self.known
+        return f"tl.full((), {self(operand)}, tl.{self.dtype})" if known else self(operand)
 
     def define(self, value: Value) -> str:
         """The name of a value: its own where that is free."""
@@ -148,14 +166,21 @@ class Body:
         if op.kind == "size":
             self.known[op.result] = float(self._size(op.attrs["dim"]))
             return True
+        if op.kind == "pow" and self._number_of(op.operands[1]) == 0:
+            self.known[op.result] = 1.0
+            return True
         given = [self.known.get(x) if isinstance(x, Value) else x for x in op.operands]
         numbers = [float(x) for x in given if x is not None]
         scalar = lookup(op.kind).family == "elementwise" or op.kind == "cast"
         if not scalar or len(numbers) < len(given):
             return False
         made = numbers[0] if op.kind == "cast" else OPS[op.kind].meaning(*numbers)
-        self.known[op.result] = float(made)
+        truth = isinstance(op.result.type, Tensor) and op.result.type.dtype == "bool"
+        self.known[op.result] = bool(made) if truth else float(made)
         return True
+
+    def _number_of(self, x: Operand) -> float | None:
+        return self.known.get(x) if isinstance(x, Value) else x
 
     def _size(self, size: Any) -> int:
         return dims.evaluate(size, {name: axis.size for name, axis in self.axes.items()})
@@ -169,6 +194,9 @@ class Body:
 
     def expression(self, op: Op) -> str:
         """The right side of an op's line."""
+        if op.kind == "where":
+            condition, *branches = op.operands
+            return TABLE["where"].format(self(condition), *(self.tile(x) for x in branches))
         if op.kind in TABLE:
             return TABLE[op.kind].format(*(self(x) for x in op.operands))
         if op.kind not in _TILES:
@@ -265,17 +293,20 @@ def _eye(p: Body, op: Op) -> str:
 def _fill(p: Body, op: Op) -> str:
     blocks = ", ".join(f"BLOCK_{d}" if d else "1" for d in p.letters(op.result))
     comma = "," * (len(p.letters(op.result)) == 1)
-    return f"tl.full(({blocks}{comma}), {float(op.attrs['value'])!r}, tl.{p.dtype})"
+    return f"tl.full(({blocks}{comma}), {_number(float(op.attrs['value']))}, tl.{p.dtype})"
 
 
 def _pow(p: Body, op: Op) -> str:
-    """Small whole powers as products, halves as roots, else exp(y · log(x))."""
+    """Whole powers as products, halves as roots, else by logarithms."""
     x, y = op.operands
     n = p.known.get(y) if isinstance(y, Value) else y
-    if n in (2, 3, 4):
-        return " * ".join([p(x)] * int(n))  # type: ignore[arg-type]
-    named = {0.5: "tl.sqrt({0})", -0.5: "tl.rsqrt({0})", -1: "1.0 / {0}", 1: "{0}"}
-    return named[n].format(p(x)) if n in named else f"tl.exp({p(y)} * tl.log({p(x)}))"  # type: ignore[index]
+    named = {0.5: "tl.sqrt({0})", -0.5: "tl.rsqrt({0})"}
+    if n in named:
+        return named[n].format(p(x))
+    if n is not None and n == int(n) and 0 < abs(n) <= 8:
+        product = " * ".join([p(x)] * abs(int(n)))
+        return product if n > 0 else f"1.0 / ({product})"
+    return f"_power({p.tile(x)}, {p.tile(y)})"
 
 
 _TILES: dict[str, Callable[[Body, Op], str]] = {
@@ -297,9 +328,16 @@ def printable(function: Function) -> str:
     """Why a function cannot be a kernel's body, naming the op; "" where it can."""
     for op in function.ops:
         if op.kind not in TABLE and op.kind not in _TILES and op.kind != "size":
-            line = f" ({op.loc.short})" if op.loc else ""
-            return f"{op.kind} of {function.name}{line} has no form on tiles"
+            return f"{op.kind} of {function.name}{_place(op)} has no form on tiles"
+        if op.kind == "einsum":
+            terms = op.attrs["equation"].partition("->")[0].split(",")
+            if any(len(set(term)) < len(term) for term in terms):
+                return f"a diagonal in einsum of {function.name}{_place(op)} has no form on tiles"
     return ""
+
+
+def _place(op: Op) -> str:
+    return f" ({op.loc.short})" if op.loc else ""
 
 
 def reduced(function: Function) -> set[str]:

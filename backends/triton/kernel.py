@@ -6,21 +6,31 @@ The torch version is what eager prints for the op alone; it runs on a CPU and gi
 from __future__ import annotations
 
 import hashlib
+import inspect
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol
 
+import archir.philox
+import archir.sequence
 from archir import types
 from archir.diagnostics import Loc
 from archir.dims import Poly
 from archir.ir import Function, Module, Op, Value
+from archir.passes.choose_form import CHUNK
 from archir.passes.expand import expand
 from archir.passes.rewrite import Rewriter
+from archir.recurrence.canonical import Record, canonical
 from archir.types import Sequence as Rows
 from archir.types import Tensor
+from backends.eager import cache as growing
+from backends.eager import support
 from backends.eager.emit import print_plain, printed
 from backends.eager.names import RESERVED, free
+from backends.triton import launch
 from backends.triton.render import helpers
 
 TORCH = {
@@ -32,12 +42,38 @@ TAKEN = RESERVED | {
     "tl", "triton", "at", "kernel", "run", "eager", "empty", "call", "config", "CONFIGS", "tokens",
     "row", "head", "part", "token", "start", "stop", "bounds", "length", "place", "inside", "i",
     "size", "grid", "shape", "made", "make", "rows", "stride", "line", "first", "DENSE", "BLOCK",
+    *(f"out_{i}" for i in range(16)), *(f"out_{i}_ptr" for i in range(16)), "out", "out_ptr",
 }  # fmt: skip
 
 
 def pointer(dtype: str) -> str:
     """The type Triton gives a pointer to elements of a dtype."""
     return "*" + {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64", "bool": "i1"}[dtype]
+
+
+def own_names(values: Sequence[Value], taken: set[str]) -> tuple[str, ...]:
+    """A name for each operand of a file: ASCII, as torch's schemas are, and such that nothing made
+    from it (`x_ptr`, `stride_x`, …) is another's; `taken` gets them all."""
+    found = []
+    for value in values:
+        base = name = _ascii(value.name)
+        ordinal = 0
+        while taken & _made_from(name):
+            ordinal += 1
+            name = f"{base}_{ordinal}"
+        found.append(name)
+        taken |= _made_from(name)
+    return tuple(found)
+
+
+def _ascii(name: str) -> str:
+    """A name that torch's schemas know."""
+    found = re.sub(r"[^A-Za-z0-9_]", "", name)
+    return found if found.isidentifier() else f"x{found}"
+
+
+def _made_from(name: str) -> set[str]:
+    return {name, f"{name}_ptr", f"stride_{name}", f"{name}_after", f"{name}_after_ptr"}
 
 
 @dataclass(frozen=True)
@@ -100,7 +136,7 @@ class Kernel:
     @property
     def file(self) -> str:
         """The source of a file with this kernel alone."""
-        return kernel_file(self.skeleton.about, [self])
+        return kernel_file(self.skeleton.about, self)
 
 
 def kernel_of(skeleton: Skeleton) -> Kernel:
@@ -119,8 +155,7 @@ def kernel_of(skeleton: Skeleton) -> Kernel:
     else:
         eager = f"eager = {names[0]}  # the same in torch"
     pieces = [skeleton.text.strip(), *printed_ones, eager]
-    digest = hashlib.sha256("\n".join(pieces).encode()).hexdigest()[:12]
-    name = f"{skeleton.stem}_{digest}"
+    name = f"{_ascii(skeleton.stem)}_{_digest([*helpers(pieces), *pieces])}"
     taken = [f"Tensor {x}" for x in skeleton.operands]
     taken += ["SymInt[]? start", "SymInt[]? stop"] if takes_rows(op) else []
     results = ", ".join(["Tensor"] * len(op.results))
@@ -131,9 +166,21 @@ def kernel_of(skeleton: Skeleton) -> Kernel:
     return Kernel(name, skeleton, (*pieces, call))
 
 
-def kernel_file(title: str, kernels: Sequence[Kernel]) -> str:
-    """The source of a file with one kernel."""
-    (kernel,) = kernels
+def _digest(pieces: Sequence[str]) -> str:
+    """Of all that a kernel's file does: its pieces, without the comments that name lines of a spec,
+    and the files that it imports."""
+    bare = [re.sub(r"  # .*$", "", piece, flags=re.M) for piece in pieces]
+    return hashlib.sha256("\n".join([*bare, *_imported()]).encode()).hexdigest()[:12]
+
+
+@cache
+def _imported() -> tuple[str, ...]:
+    files = (launch, support, growing, archir.philox, archir.sequence)
+    return tuple(inspect.getsource(file) for file in files)
+
+
+def kernel_file(title: str, kernel: Kernel) -> str:
+    """The source of a file with a kernel."""
     head = (
         f'"""{title}.\n\nA Triton kernel, how it is launched, and the same in torch. Emitted by '
         'archir.\n"""\n\n'
@@ -172,9 +219,19 @@ def alone(op: Op, module: Module, layout: str, names: Sequence[str], called: str
         ends = ("start", "stop") if layout == "ragged" else ()
         sides = [new.input(end, Tensor("i64", (seq.rows,))) for end in ends]
         operands.append(new.emit(layout, operands[tensors.index(like)], *sides, hint="seq"))
-    results = new.copy(op, tuple(operands))
+    results = new.copy(op, tuple(operands), _in_torch(op, module))
     entry = replace(new.old, inputs=tuple(new.inputs), ops=tuple(new.ops), outputs=results)
     return Module((*functions.values(), entry))
+
+
+def _in_torch(op: Op, module: Module) -> dict[str, Any]:
+    """The attributes of an op as torch runs it: long rows of a recurrence in chunks where they are
+    legal, as a loop over tokens is slow forward and more so backward."""
+    attrs = dict(op.attrs)
+    if op.kind == "state_update":
+        legal = isinstance(canonical(module[attrs["rule"].name]), Record)
+        attrs |= {"form": "chunk", "below": CHUNK} if legal else {}
+    return attrs
 
 
 def _has_tokens(value: Value) -> bool:

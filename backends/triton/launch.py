@@ -8,7 +8,9 @@ was set before Triton was imported, the kernel in Triton's interpreter.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from triton import knobs
 
 INTERPRETED = bool(knobs.runtime.interpret)
 Op = Callable[..., Any]
+Axes = tuple[int | str, ...]
 _AUTOGRAD = tuple(
     getattr(torch._C.DispatchKey, name)
     for name in (
@@ -49,21 +52,38 @@ if INTERPRETED and triton.__version__.startswith("3.6."):
     _let_scalars_index()
 
 
-def operator(name: str, schema: str, run: Op, eager: Op, empty: Op) -> Op:
+def operator(
+    name: str,
+    schema: str,
+    run: Op,
+    eager: Op,
+    empty: Op,
+    takes: Mapping[str, Axes] = MappingProxyType({}),
+) -> Op:
     """The torch op `archir::name`, which works under torch.compile and export.
 
     run: launches the kernel.  eager: the same in torch, which also gives the gradient.  empty:
-    memory for what it makes, from the same arguments. The name ends in a hash of the file, so that
-    an op of this name that is there already is this one.
+    memory for what it makes, from the same arguments.  takes: the axes of each tensor, sizes and
+    letters; a letter is any size, the same in all. Other shapes are a ValueError, for a kernel
+    would read outside of them. The name ends in a hash of the file, so that an op of this name that
+    is there already is this one.
     """
     if hasattr(torch.ops.archir, name):
         return getattr(torch.ops.archir, name).default
 
     def call(*args: Any) -> Any:
-        return (run if INTERPRETED or args[0].is_cuda else eager)(*args)
+        _check_shapes(name, takes, args)
+        if INTERPRETED or args[0].is_cuda:
+            return run(*args)
+        with _own_precision(args[0]):
+            return _apart(eager(*args), args)
+
+    def fake(*args: Any) -> Any:
+        _check_shapes(name, takes, args)
+        return empty(*args)
 
     made = torch.library.custom_op(f"archir::{name}", call, mutates_args=(), schema=schema)
-    made.register_fake(empty)
+    made.register_fake(fake)
     gradient = _gradient(name, schema, eager)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -80,6 +100,43 @@ def operator(name: str, schema: str, run: Op, eager: Op, empty: Op) -> Op:
     return getattr(torch.ops.archir, name).default
 
 
+def _check_shapes(name: str, takes: Mapping[str, Axes], args: Sequence[Any]) -> None:
+    """Raises ValueError where an op is given other shapes than it takes, or another number of
+    states than it has rows: lines of the grid (B), or those that start and stop tell."""
+    sizes: dict[Any, int] = {}
+    for (operand, axes), x in zip(takes.items(), args):
+        fits = len(axes) == x.ndim
+        for axis, n in zip(axes, x.shape):
+            fits = fits and n == (axis if type(axis) is int else sizes.setdefault(axis, n))
+        if not fits:
+            want = ", ".join(str(sizes.get(axis, axis)) for axis in axes)
+            raise ValueError(f"{operand} of {name} is {list(x.shape)}, [{want}] is needed")
+    if takes and len(args) > len(takes):
+        *_, start, stop = args
+        count = sizes["B"] if start is None else len(start)
+        if count != sizes["R"] or (start is not None and count != len(stop)):
+            raise ValueError(f"{name} is given states of {sizes['R']} rows, and {count} rows")
+
+
+def _own_precision(x: Tensor) -> Any:
+    """Autocast would change what the torch version computes in; a kernel knows nothing of it."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def _apart(made: Any, args: Sequence[Any]) -> Any:
+    """Results that share no memory with arguments or each other, as torch asks of an op, and are
+    contiguous, as a kernel's are."""
+    seen = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+    found = []
+    for y in made if isinstance(made, tuple) else (made,):
+        y = y.contiguous()
+        place = y.untyped_storage().data_ptr()
+        found.append(y.clone() if place in seen else y)
+        seen.add(place)
+    return tuple(found) if isinstance(made, tuple) else found[0]
+
+
 def _gradient(name: str, schema: str, eager: Op) -> Op:
     """The torch op `archir::name_gradient`: of Σ ⟨slope, result⟩ with regard to the arguments that
     are wanted, by running the torch version again. As an op it is one node of a compiled graph."""
@@ -87,7 +144,7 @@ def _gradient(name: str, schema: str, eager: Op) -> Op:
 
     def call(*given: Any) -> list[Tensor]:
         *args, slopes, wanted = given
-        with torch.enable_grad(), _recording():
+        with torch.enable_grad(), _recording(), _own_precision(args[0]):
             args = [x.detach().requires_grad_() if w else x for x, w in zip(args, wanted)]
             made = eager(*args)
             made = made if isinstance(made, tuple) else (made,)
@@ -177,15 +234,23 @@ def by_token(x: Tensor, lead: int) -> Tensor:
     return x
 
 
-def bounds(start: Sequence[int] | None, stop: Sequence[int] | None, x: Tensor) -> Tensor | None:
-    """First token and end of each row, i64[R, 2]; None where rows are dense."""
+def bounds(
+    start: Sequence[int] | None, stop: Sequence[int] | None, tokens: Tensor
+) -> Tensor | None:
+    """First token and end of each row, i64[R, 2], where the tokens [N, …] are; None where rows are
+    dense. Raises ValueError where a row has other tokens than these."""
     if start is None or stop is None:
         return None
-    return _bounds(tuple(start), tuple(stop), x.device)
+    return _bounds(tuple(start), tuple(stop), tokens.shape[0], tokens.device)
 
 
 @lru_cache(maxsize=64)
-def _bounds(start: tuple[int, ...], stop: tuple[int, ...], device: torch.device) -> Tensor:
+def _bounds(
+    start: tuple[int, ...], stop: tuple[int, ...], tokens: int, device: torch.device
+) -> Tensor:
+    for row, (first, end) in enumerate(zip(start, stop, strict=True)):
+        if not 0 <= first <= end <= tokens:
+            raise ValueError(f"row {row} is from {first} to {end}, of {tokens} tokens")
     return torch.tensor([start, stop], dtype=torch.int64).mT.contiguous().to(device)
 
 

@@ -52,6 +52,10 @@ left_to_torch(
     "expand_dims", "append", "store", "last", "steps", "unsteps", "embedding", "fill", "eye",
     "size",
 )  # fmt: skip
+left_to_torch(
+    "a chunked recurrence has no kernel yet: torch runs its algebra",
+    "cumprod", "iota", "substitute",
+)  # fmt: skip
 left_to_torch("torch reduces one axis in one kernel", "reduce_sum", "reduce_mean", "reduce_max")
 left_to_torch(
     "it says where rows lie, on the host", "dense", "ragged", "advance", "valid", "positions",

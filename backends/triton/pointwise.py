@@ -16,10 +16,9 @@ from archir import types
 from archir.dims import Poly, product
 from archir.ir import Function, Module, Op, Value
 from archir.types import Tensor
-from backends.eager.names import free
 from backends.triton import configurations
 from backends.triton.body import Body, printable
-from backends.triton.kernel import TAKEN, TORCH, Argument, pointer
+from backends.triton.kernel import TAKEN, TORCH, Argument, own_names, pointer
 from backends.triton.render import render
 
 
@@ -84,11 +83,7 @@ class Pointwise:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the operands in the file."""
-        taken, found = set(TAKEN), []
-        for value in self.fn.inputs:
-            found.append(free(value.name, taken))
-            taken |= {found[-1], f"{found[-1]}_ptr", f"stride_{found[-1]}"}
-        return tuple(found)
+        return own_names(self.fn.inputs, set(TAKEN))
 
     @property
     def operands(self) -> tuple[str, ...]:

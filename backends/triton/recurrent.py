@@ -18,10 +18,9 @@ from archir.dims import Poly
 from archir.ir import Function, Module, Op, Value
 from archir.ops.state import placed, rule_heads, state_axes
 from archir.types import Tensor
-from backends.eager.names import free
 from backends.triton import configurations
 from backends.triton.body import Axis, Body, printable, reduced
-from backends.triton.kernel import TAKEN, TORCH, Argument, pointer
+from backends.triton.kernel import TAKEN, TORCH, Argument, own_names, pointer
 from backends.triton.render import render
 
 
@@ -61,6 +60,8 @@ class Recurrent:
         """Why an op has no kernel of this kind; "" where it has."""
         rule = module[op.attrs["rule"].name]
         states, count = state_axes(rule)
+        if op.attrs.get("form", "recurrent") != "recurrent":
+            return f"its form is {op.attrs['form']}, for which torch runs the algebra"
         if len(op.values) != count + states + 1:
             return "its states are not explicit yet"
         for value, declared in zip(op.values, rule.inputs[states:], strict=False):
@@ -170,11 +171,7 @@ class Recurrent:
     def names(self) -> dict[Value, str]:
         """Names of the rule's inputs in the file."""
         taken = set(TAKEN) | {f"{word}_{d}" for d in self.axes for word in ("at", "in", "BLOCK")}
-        found: dict[Value, str] = {}
-        for value in self.rule.inputs:
-            found[value] = free(value.name, taken)
-            taken |= {found[value], f"{found[value]}_ptr", f"{found[value]}_after"}
-        return found
+        return dict(zip(self.rule.inputs, own_names(self.rule.inputs, taken), strict=True))
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -198,7 +195,9 @@ class Recurrent:
         body = Body(self.rule, self.axes, taken, self.dtype)
         lines = body.print(self.names)
         pairs = zip(self.states, self.rule.outputs, strict=False)
-        moved = [f"{self.names[s]} = {body(v)}" for s, v in pairs if body(v) != self.names[s]]
+        changed = [(self.names[s], body(v)) for s, v in pairs if body(v) != self.names[s]]
+        olds, news = (", ".join(side) for side in zip(*changed)) if changed else ("", "")
+        moved = [f"{olds} = {news}"] if changed else []  # all at once: one may be another's old
         loads: dict[bool, list[str]] = {True: [], False: []}
         for value, type_, lead in self.given:
             loads["T" in lead].append(self._operand(value, type_, lead))

@@ -62,6 +62,7 @@ def helpers(texts: Sequence[str]) -> list[str]:
         for name, body in HELPERS.items():
             if name not in found and f"{name}(" in text:
                 lines = indent(dedent(body).strip("\n").rstrip(), "    ")
-                found[name] = f"@triton.jit\ndef {name}(x):\n{lines}"
+                given = "x, y" if name == "_power" else "x"
+                found[name] = f"@triton.jit\ndef {name}({given}):\n{lines}"
                 pending.append(found[name])
     return [found[name] for name in HELPERS if name in found]

@@ -18,10 +18,9 @@ from archir.ir import Function, Module, Op, Value
 from archir.ops.base import lookup
 from archir.trace import trace_meaning
 from archir.types import Tensor
-from backends.eager.names import free
 from backends.triton import configurations
 from backends.triton.body import Axis, Body, printable
-from backends.triton.kernel import TAKEN, TORCH, Argument, pointer
+from backends.triton.kernel import TAKEN, TORCH, Argument, own_names, pointer
 from backends.triton.render import render
 
 
@@ -107,11 +106,7 @@ class RowWise:
     @cached_property
     def operands(self) -> tuple[str, ...]:
         """The rows, then the vectors."""
-        taken, found = set(TAKEN), []
-        for value in self.fn.inputs:
-            found.append(free(value.name, taken))
-            taken |= {found[-1], f"{found[-1]}_ptr"}
-        return tuple(found)
+        return own_names(self.fn.inputs, set(TAKEN))
 
     @cached_property
     def dtype(self) -> str:
@@ -189,7 +184,11 @@ class RowWise:
             tile = body.real(
                 body(op.values[0]), op.values[0], 1, "-float('inf')" if largest else "0.0"
             )
-            lines.append(f"{name} = tl.maximum({name}, {tile})" if largest else f"{name} += {tile}")
+            lines.append(
+                f"{name} = tl.maximum({name}, {tile}, propagate_nan=tl.PropagateNan.ALL)"
+                if largest
+                else f"{name} += {tile}"
+            )
             total = f"tl.{'max' if largest else 'sum'}({name}, 1, keep_dims=True)"
             total += f" / {float(self.size)}" if op.kind == "reduce_mean" else ""
             after.append(f"{body.names[op.result]} = {total}")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import archir as ar
@@ -234,7 +233,7 @@ def test_a_break_of_the_interpreter_is_found(
     failed_cells: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that have ended go on: no row is alone with others beside it, and eager is right."""
-    wrong = replace(OPS["valid"], meaning=lambda seq: np.ones((seq.longest, len(seq)), bool))
+    wrong = replace(OPS["valid"], meaning=lambda seq, chunk=0: seq.grid(chunk)[1] | True)
     monkeypatch.setitem(OPS, "valid", wrong)
     rows = failed_cells(KDA, "--layouts", "packed", "--backends", "numpy,eager", length=9)
     assert {row["backend"] for row in rows} == {"numpy"}

@@ -229,6 +229,15 @@ WRONG = {
     "sizes_one_missing": Wrong("compile {tmp}/my_spec.py:rule {ahead} --sizes V=96"),
     "sizes_of_no_dim": Wrong("compile {tmp}/my_spec.py:rule {ahead} --sizes K=16,V=16,D=16"),
     "sizes_no_number": Wrong("compile {tmp}/my_spec.py:rule {ahead} --sizes K=16,V=0"),
+    "target_product": Wrong("compile {tmp}/my_spec.py:mine --backend triton --target H100 --out x"),
+    "sizes_missing_of_heads": Wrong("compile {tmp}/my_spec.py:rule {ahead} --sizes K=16,H=4"),
+    "rule_of_one_head": Wrong("compile {tmp}/my_spec.py:rule {ahead} --sizes K=16,V=24 --out x"),
+    "rule_without_all": Wrong("compile {tmp}/my_spec.py:rule"),
+    "rule_without_most": Wrong(
+        "compile {tmp}/my_spec.py:rule --backend triton --sizes H=4 --out x"
+    ),
+    "out_file": Wrong("compile {tmp}/my_spec.py:mine {ahead} --out {tmp}/my_spec.py"),
+    "out_below_a_file": Wrong("compile gpt2 --preset tiny --out {tmp}/my_spec.py/made"),
     "rule_without_target": Wrong("compile {tmp}/my_spec.py:rule --sizes K=16,V=16"),
     "rule_with_preset": Wrong("compile {tmp}/my_spec.py:rule {ahead} --preset tiny"),
     "config_missing": Wrong("show llama --config {tmp}/config.json"),

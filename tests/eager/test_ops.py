@@ -83,7 +83,7 @@ def _entry(kind: str, sample: Sample) -> Function:
         for name, text in zip("abcd", operands, strict=False)
     )
     attrs = dict(sample.attrs or {})
-    if kind in ("cast", "size", "eye", "fill"):
+    if kind in ("cast", "size", "eye", "fill", "iota"):
         attrs["dtype"] = types.resolve(attrs.get("dtype", "F"), "f64")
     draft = Op(kind, inputs, (), attrs)
     results = tuple(Value(n, t) for n, t in zip("xyz", infer_op(draft, {}), strict=False))
@@ -263,7 +263,7 @@ def _tame(module: Module) -> Module:
 
 
 @pytest.mark.parametrize("backend", [EAGER, TRITON], ids=lambda b: b.name)
-@cases(40)
+@cases(20)
 @given(drawn=modules("smooth"))
 def test_random_modules(backend: Eager, drawn: Module) -> None:
     """Emitted code in float64 is the interpreter, to 1e-12 of an output's largest number."""

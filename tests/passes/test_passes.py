@@ -41,6 +41,9 @@ def delta(S: F[K, V], k: F[K], v: F[V], g: F[K], beta: F) -> (F[K, V], F[V]):
     return S_2, o
 """
 
+SQUASH = """    S_1: F[K, V] = mul(column, S)
+    S_0: F[K, V] = tanh(S_1)
+"""
 MIXER = f"""\
 {RULE}
 def layer(x: f[B, T, 8], *,
@@ -77,6 +80,10 @@ def model(tokens: i64[B, T], *,
     z: f[B, T, 16] = logits(x_2, table)
     return z
 """
+
+SQUASHED = MIXER.replace("    S_1: F[K, V] = mul(column, S)\n", SQUASH).replace(
+    "einsum(k, S_1, equation", "einsum(k, S_0, equation"
+)
 
 ATTENTION = """\
 def layer(x: f[B, T, 8], positions: i64[B, T], *,
@@ -379,6 +386,9 @@ def test_choices_are_a_record() -> None:
     assert (first.function, first.op, first.form) == ("layer", "a", "cached")
     assert [c.form for c in second.candidates] == ["cached"]
     (rule,) = choices(full(parse(MIXER)))
+    assert rule.form == "chunk"
+    assert [c.form for c in rule.candidates] == ["chunk", "recurrent", "parallel"]
+    (rule,) = choices(full(parse(SQUASHED)))
     assert rule.form == "recurrent"
     assert [c.form for c in rule.candidates if c.reason] == ["chunk", "parallel"]
 
@@ -422,7 +432,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "a phase that is none": lambda: specialize(parse(MIXER), "training"),
     "a layout that is not built": lambda: specialize(parse(MIXER), "full", "packed"),
     "a form that is none": lambda: choose_form(full(parse(MIXER)), "fast"),
-    "a form that is not legal": lambda: choose_form(full(parse(MIXER)), "chunk"),
+    "a form that is not legal": lambda: choose_form(full(parse(SQUASHED)), "chunk"),
     "a stage that is none": lambda: lower(parse(MIXER), stage="expnd"),
     "a backend that is none": lambda: lower(parse(MIXER), backend="eagr"),
     "a pointwise tail of a weight too": lambda: head(parse(_with_scale(SOFT_CAP)), "loss"),

@@ -15,6 +15,7 @@ from archir.ir import Module, fields
 from archir.passes.laws import compare_layouts, compare_phases
 from archir.pipeline import lower
 from archir.recurrence import Rule, recurrence
+from archir.recurrence.literal import literal
 from archir.trace import trace_entry
 from archir.types import Tensor
 from tests.goldens import check_golden
@@ -79,32 +80,9 @@ def case(name: str) -> tuple[Rule, Module, list[np.ndarray]]:
 
 def literally(rule: Rule, arrays: list[np.ndarray], states: dict[str, np.ndarray]) -> list[Any]:
     """The outputs [B, T, H, …]; `states`, each [B, H, …], become the final ones."""
-    ranks = [len(shape) for shape in rule.operands.values()]
-    heads = next(iter(states.values())).shape[1]
-
-    def at(x: np.ndarray, rank: int, b: int, t: int, h: int) -> np.ndarray:
-        if x.ndim - rank >= 2:
-            x = x[b, t]
-        return x[h * x.shape[0] // heads] if x.ndim > rank else x
-
-    rows = []
-    for b in range(B):
-        tokens = []
-        for t in range(T):
-            made = []
-            for h in range(heads):
-                given = [at(x, rank, b, t, h) for x, rank in zip(arrays, ranks, strict=True)]
-                got = rule(*(s[b, h] for s in states.values()), *given)
-                for s, new in zip(states.values(), got, strict=False):
-                    s[b, h] = new
-                made.append(got[len(states) :])
-            tokens.append(made)
-        rows.append(tokens)
-    count = len(rule.outputs)
-    return [
-        np.array([[[made[i] for made in token] for token in row] for row in rows])
-        for i in range(count)
-    ]
+    loop = literal(rule, arrays, [*states.values()])
+    states |= zip(states, loop.states, strict=True)
+    return [*loop.outputs]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,7 +6,6 @@ import errno
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def result(process: subprocess.Popen[str]) -> str:
     return out.strip()
 
 
-@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "triton"])
 def test_a_second_process_renders_nothing(backend: str, tmp_path: Path) -> None:
     first = result(start(tmp_path, backend))
     assert result(start(tmp_path, backend, NO_RENDERING)) == first
@@ -86,7 +85,6 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> Any:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     def turn_on() -> None:
-        monkeypatch.setattr(tempfile, "mkstemp", refuse)
         monkeypatch.setattr(Path, "mkdir", refuse)
         monkeypatch.setattr(Path, "write_text", refuse)
 

