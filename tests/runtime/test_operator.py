@@ -65,8 +65,16 @@ def flat(made: Any) -> list[torch.Tensor]:
     return [x for part in made for x in (part if isinstance(part, tuple) else (part,))]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CASES)
+# Interpreting every token takes long, and tests/triton has kernels of every case.
+INTERPRETED = ("grouped keys", "a decay per head", "two states", "a transposed state", "everything")
+BY_BACKEND = [
+    pytest.param(name, on, marks=[pytest.mark.slow] * (on == "triton" and name not in INTERPRETED))
+    for name in CASES
+    for on in BACKENDS
+]
+
+
+@pytest.mark.parametrize("name, backend", BY_BACKEND)
 def test_a_rule_as_a_function(name: str, backend: str) -> None:
     """Dense from nothing and from a state, and packed with empty rows from a state; fewer of both
     where every token is interpreted."""

@@ -852,7 +852,7 @@ MODES = {
 
 @pytest.mark.parametrize("modes", MODES)
 def test_random_operations(model: Any, modes: str, tmp_path: Path) -> None:
-    run(model, 0, 120, MODES[modes], tmp_path)
+    run(model, 0, 60, MODES[modes], tmp_path)
 
 
 @pytest.mark.slow
