@@ -6,7 +6,8 @@
 
 A group of elementwise ops and casts is computed in float32 at least and rounded once; its function
 stays in the module, so that the interpreter can run it. An op joins the group of its readers when
-all of them are in one, so no cycle can arise and nothing is computed that was not before.
+all of them are in one, so no cycle can arise; what is smaller than the result is computed again for
+each element that it meets.
 """
 
 from __future__ import annotations

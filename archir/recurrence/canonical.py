@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from archir import dims
@@ -130,7 +130,7 @@ class _Refused(Exception):
         self.reason = Reason(what, loc)
 
 
-@cache
+@lru_cache(maxsize=256)
 def canonical(rule: Function) -> Record | Reason:
     """The canonical record of a rule's function, or why it has none."""
     try:

@@ -12,13 +12,11 @@ from archir.compile import Request, RuleRequest
 from archir.ir import Module, Op
 from archir.pipeline import lower
 from archir.provide import provided_name
-from archir.text import wrap
-from archir.types import Tensor
 from backends.api import KernelRecord, KernelRecords, refuse_unsupported
 from backends.eager import provided as table
 from backends.eager.backend import Eager, source_of
-from backends.eager.emit import WIDTH, Printer, emit_program, printed
-from backends.eager.names import RESERVED, free, function_names, in_brackets, quoted
+from backends.eager.emit import Printer, emit_program, printed
+from backends.eager.names import RESERVED, free, function_names, quoted
 from backends.eager.ops import EMIT
 from backends.eager.ops.state import calls_provided
 from backends.triton import launch
@@ -124,7 +122,7 @@ class Kernels:
                 skeleton = None if provided_name(op, module) else skeleton_of(op, module)
                 if skeleton is None:
                     continue
-                kernel = guarded(kernel_of(skeleton))
+                kernel = kernel_of(skeleton)
                 self._of[op] = kernel.name
                 if kernel.name not in self.kernels:
                     self.kernels[kernel.name] = kernel
@@ -141,18 +139,6 @@ class Kernels:
         given = [p(x) for x in tensors]
         given.append(f"*at.rows({p(last)})" if takes_rows(op) else p(last))
         return f"{self.aliases[self._of[op]]}({', '.join(given)})"
-
-
-def guarded(kernel: Kernel) -> Kernel:
-    """A kernel whose torch op refuses other shapes than those it was made for."""
-    skeleton = kernel.skeleton
-    shapes = [value.type.shape for value in skeleton.op.values if isinstance(value.type, Tensor)]
-    axes = [[str(n) if isinstance(n, int) else quoted(str(n)) for n in shape] for shape in shapes]
-    pairs = zip(skeleton.operands, map(in_brackets, axes), strict=True)
-    takes = "{" + ", ".join(f"{quoted(name)}: {shape}" for name, shape in pairs) + "}"
-    *pieces, call = kernel.pieces
-    lines = [*call.splitlines()[:-1], *wrap(f"    {takes},", WIDTH), ")"]
-    return replace(kernel, pieces=(*pieces, "\n".join(lines)))
 
 
 def _left_to_torch(module: Module, traced: Module) -> str:

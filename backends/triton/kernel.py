@@ -24,12 +24,13 @@ from archir.passes.choose_form import CHUNK
 from archir.passes.expand import expand
 from archir.passes.rewrite import Rewriter
 from archir.recurrence.canonical import Record, canonical
+from archir.text import wrap
 from archir.types import Sequence as Rows
 from archir.types import Tensor
 from backends.eager import cache as growing
 from backends.eager import support
-from backends.eager.emit import print_plain, printed
-from backends.eager.names import RESERVED, free
+from backends.eager.emit import WIDTH, print_plain, printed
+from backends.eager.names import RESERVED, free, in_brackets, quoted
 from backends.triton import launch
 from backends.triton.render import helpers
 
@@ -162,8 +163,16 @@ def kernel_of(skeleton: Skeleton) -> Kernel:
     results = f"({results})" if len(op.results) > 1 else results
     schema = f"({', '.join(taken)}) -> {results}"
     given = [_literals(name), _literals(schema), "run, eager, empty"]
-    call = "\n".join(["call = at.operator(", *(f"    {text}," for text in given), ")"])
-    return Kernel(name, skeleton, (*pieces, call))
+    lines = [*(f"    {text}," for text in given), *wrap(f"    {_takes(skeleton)},", WIDTH)]
+    return Kernel(name, skeleton, (*pieces, "\n".join(["call = at.operator(", *lines, ")"])))
+
+
+def _takes(skeleton: Skeleton) -> str:
+    """The axes of each tensor that a kernel takes, as a dict: the torch op refuses others."""
+    shapes = [value.type.shape for value in skeleton.op.values if isinstance(value.type, Tensor)]
+    axes = [[str(n) if isinstance(n, int) else quoted(str(n)) for n in shape] for shape in shapes]
+    pairs = zip(skeleton.operands, map(in_brackets, axes), strict=True)
+    return "{" + ", ".join(f"{quoted(name)}: {shape}" for name, shape in pairs) + "}"
 
 
 def _digest(pieces: Sequence[str]) -> str:
