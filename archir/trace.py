@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from archir import dims, source, types
+from archir.bounds import check_domains
 from archir.diagnostics import ArchirError, Loc, ShapeError, SpecError
 from archir.dims import Poly
 from archir.ir import (
@@ -783,6 +784,7 @@ def finish(program: Program, entry: Function) -> Module:
     module = Module(callees_first({**program.functions, entry.name: entry}, entry.name))
     _refuse_unused(module)
     verify(module, "trace")
+    check_domains(module)
     return module
 
 

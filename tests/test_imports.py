@@ -25,9 +25,9 @@ ONLY_IN = {
 LAYERS = (
     "diagnostics dims types sequence philox",
     "ir text source draw layout",
-    "ops verify",
+    "ops verify bounds",
     "trace recurrence dsl",
-    "passes recurrence.lift recurrence.chunk interp inputs",
+    "passes recurrence.lift recurrence.chunk recurrence.backward interp inputs",
     "pipeline spec analysis",
     "fuzz cost compile check provide explain",
     "cli __main__",
@@ -89,7 +89,7 @@ def test_one_place_looks_for_backends() -> None:
 def test_import_archir_loads_no_heavy_library() -> None:
     code = (
         "import sys, archir; "
-        "archir.trace('tests/specs/kda.py:kda_lm', 'tiny'); "
+        "archir.trace('tests/specs/conv.py:conv_lm', 'tiny'); "
         "print(*{name.split('.')[0] for name in sys.modules})"
     )
     run = subprocess.run(

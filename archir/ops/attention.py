@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from archir import types
 from archir.diagnostics import MismatchError
 from archir.dims import Poly, symbol
 from archir.ops.base import Sample, Site, op
+from archir.ops.interval import within
 from archir.ops.random import keep_mask
 from archir.sequence import Rows
 from archir.types import Sequence, Tensor, Type
@@ -108,6 +110,7 @@ def _infer_positions(site: Site) -> tuple[Type, ...]:
         Sample(("i64[B, T]", "i64[R]"), message="operand 2 must be a sequence"),
     ),
     ordered=True,
+    bounds=within(0.0, math.inf),
 )
 def positions(x: Any, seq: Rows, *, limit: int | None = None) -> Any:
     """Absolute position of each token of its row; beyond `limit` is an error."""

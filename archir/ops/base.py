@@ -21,6 +21,7 @@ from archir import dims, types
 from archir.diagnostics import ShapeError, UnsupportedError, nearest
 from archir.dims import Poly
 from archir.ir import Function, Op, Value
+from archir.ops.interval import Bounds
 from archir.types import Tensor, Type
 
 
@@ -91,6 +92,8 @@ class OpDef:
     c that nothing flows to being None. Returns the cotangent of the operand, or a tuple of one for
     each; None is zero. `archir.passes.gradient` then brings it to the operand's dtype and shape:
     axes that were stretched are summed, axes of size 1 stretched. Or, in words, why it has none.
+    bounds: in which interval its results lie, from those of its operands (ops/interval.py); without
+    a rule nothing is known of them.
     """
 
     kind: str
@@ -104,6 +107,7 @@ class OpDef:
     ordered: bool = False
     made: bool = False
     vjp: Vjp | str = ""
+    bounds: Bounds | None = None
 
 
 OPS: dict[str, OpDef] = {}
@@ -128,6 +132,7 @@ def op(
     ordered: bool = False,
     made: bool = False,
     vjp: Vjp | str = "",
+    bounds: Bounds | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declares the decorated NumPy function to be an op's meaning; its name is the kind."""
 
@@ -135,9 +140,8 @@ def op(
         rule = infer or infer_by(signature or "")
         kind = meaning.__name__.rstrip("_")
         doc = (meaning.__doc__ or "").strip()
-        register(
-            OpDef(kind, family, doc, meaning, rule, samples, invalid, effect, ordered, made, vjp)
-        )
+        flags = (effect, ordered, made)
+        register(OpDef(kind, family, doc, meaning, rule, samples, invalid, *flags, vjp, bounds))
         return meaning
 
     return declare

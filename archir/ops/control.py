@@ -44,7 +44,7 @@ def _operands(site: Site) -> list[Type]:
 _BY_BACKEND = "what it runs is differentiated by the backend"
 
 
-@op("control", infer=_infer_call, vjp=_BY_BACKEND)
+@op("control", infer=_infer_call, vjp=_BY_BACKEND, bounds=lambda *xs, callee, scope: callee(*xs))
 def call(*operands: Any, callee: Callable[..., Any], scope: str) -> Any:
     """Runs a function with its fields resolved in `scope`."""
     return callee(*operands, scope=scope)
@@ -139,7 +139,12 @@ def _infer_pointwise(site: Site) -> tuple[Type, ...]:
     return tuple(made)
 
 
-@op("control", infer=_infer_pointwise, vjp="`gradient` writes its function's ops in its place")
+@op(
+    "control",
+    infer=_infer_pointwise,
+    vjp="`gradient` writes its function's ops in its place",
+    bounds=lambda *xs, fn, **attrs: fn(*xs),
+)
 def pointwise(*operands: Any, fn: Callable[..., Any], dtype: str = "") -> Any:
     """A function of scalars at every element, computed in F and rounded once.
 

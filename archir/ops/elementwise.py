@@ -7,6 +7,7 @@ that cast explicit). Comparisons give bool, and logical ops take nothing else.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 from archir import types
 from archir.dims import Poly
 from archir.ops.base import OpDef, Sample, Site, Vjp, constant, register
+from archir.ops.interval import Bounds, Interval, monotone, valley, within
 from archir.ops.terms import apply
 from archir.types import Tensor, Type
 
@@ -23,6 +25,26 @@ from archir.types import Tensor, Type
 def sigmoid(x: Any) -> Any:
     """1 / (1 + e⁻ˣ), without overflow at either end."""
     return np.exp(-np.logaddexp(0, -x))
+
+
+def rsqrt(x: Any) -> Any:
+    """1 / √x."""
+    return 1 / np.sqrt(x)
+
+
+def silu(x: Any) -> Any:
+    """x / (1 + e⁻ˣ)."""
+    return x * sigmoid(x)
+
+
+def relu(x: Any) -> Any:
+    """max(x, 0)."""
+    return np.maximum(x, 0)
+
+
+def softplus(x: Any) -> Any:
+    """ln(1 + eˣ), without overflow."""
+    return np.logaddexp(0, x)
 
 
 def gelu_tanh(x: Any) -> Any:
@@ -66,12 +88,18 @@ def _extreme_vjp(ahead: str, c: Any, z: Any, x: Any, y: Any) -> tuple[Any, Any]:
     return apply(ahead, x, y).where(c, tied), apply(ahead, y, x).where(c, tied)
 
 
+def _mod_bounds(x: Interval, y: Interval) -> Interval:
+    """Between 0 and y, as x is not needed to tell."""
+    return Interval(min(0.0, y.low), max(0.0, y.high))
+
+
 class Row(NamedTuple):
     """One elementwise op.
 
     operands: how many.  gives: "widest" is the widest dtype of the operands, "float" the same but
     for integers, which give a float, "bool", or "logical", a bool of bools.
-    vjp: cotangents of the operands from that of the result; see `OpDef`.
+    vjp: cotangents of the operands from that of the result.  bounds: the interval of the result
+    from those of the operands; see `OpDef` for both.
     """
 
     kind: str
@@ -80,52 +108,63 @@ class Row(NamedTuple):
     numpy: Callable[..., Any]
     gives: str = "widest"
     vjp: Vjp = constant
+    bounds: Bounds | None = None
 
+
+_TRUTH = within(0.0, 1.0)
 
 TABLE = (
-    Row("add", 2, "x + y", np.add, vjp=lambda c, z, x, y: (c, c)),
-    Row("sub", 2, "x − y", np.subtract, vjp=lambda c, z, x, y: (c, -c)),
-    Row("mul", 2, "x · y", np.multiply, vjp=lambda c, z, x, y: (c * y, c * x)),
-    Row("div", 2, "x / y", np.divide, "float", lambda c, z, x, y: (c / y, -(c / y * z))),
-    Row("floor_divide", 2, "⌊x / y⌋", np.floor_divide),
-    Row("mod", 2, "x − ⌊x / y⌋ · y", np.remainder,
-        vjp=lambda c, z, x, y: (c, -(c * apply("floor_divide", x, y)))),
-    Row("pow", 2, "xʸ", np.power, vjp=_pow_vjp),
-    Row("maximum", 2, "max(x, y)", np.maximum, vjp=partial(_extreme_vjp, "greater")),
-    Row("minimum", 2, "min(x, y)", np.minimum, vjp=partial(_extreme_vjp, "less")),
-    Row("neg", 1, "−x", np.negative, vjp=lambda c, y, x: -c),
-    Row("abs", 1, "|x|", np.abs, vjp=lambda c, y, x: (x > 0).where(c, (x < 0).where(-c, 0.0))),
-    Row("floor", 1, "⌊x⌋", np.floor),
-    Row("exp", 1, "eˣ", np.exp, "float", lambda c, y, x: c * y),
-    Row("exp2", 1, "2ˣ", np.exp2, "float", lambda c, y, x: c * (y * math.log(2))),
-    Row("expm1", 1, "eˣ − 1", np.expm1, "float", lambda c, y, x: c * (y + 1)),
-    Row("log", 1, "ln x", np.log, "float", lambda c, y, x: c / x),
-    Row("log1p", 1, "ln(1 + x)", np.log1p, "float", lambda c, y, x: c / (1 + x)),
-    Row("sqrt", 1, "√x", np.sqrt, "float", lambda c, y, x: c / (2 * y)),
-    Row("rsqrt", 1, "1 / √x", lambda x: 1 / np.sqrt(x), "float",
-        lambda c, y, x: c * (-0.5 * y * y * y)),
-    Row("sin", 1, "sin x", np.sin, "float", lambda c, y, x: c * x.cos()),
-    Row("cos", 1, "cos x", np.cos, "float", lambda c, y, x: -(c * x.sin())),
-    Row("tanh", 1, "tanh x", np.tanh, "float", lambda c, y, x: c * (1 - y * y)),
-    Row("sigmoid", 1, "1 / (1 + e⁻ˣ)", sigmoid, "float", lambda c, y, x: c * (y * (1 - y))),
-    Row("silu", 1, "x / (1 + e⁻ˣ)", lambda x: x * sigmoid(x), "float", _silu_vjp),
-    Row("relu", 1, "max(x, 0)", lambda x: np.maximum(x, 0),
-        vjp=lambda c, y, x: (x > 0).where(c, 0.0)),
-    Row("softplus", 1, "ln(1 + eˣ)", lambda x: np.logaddexp(0, x), "float",
-        lambda c, y, x: c * x.sigmoid()),
+    Row("add", 2, "x + y", np.add, "widest", lambda c, z, x, y: (c, c), operator.add),
+    Row("sub", 2, "x − y", np.subtract, "widest", lambda c, z, x, y: (c, -c), operator.sub),
+    Row("mul", 2, "x · y", np.multiply, "widest", lambda c, z, x, y: (c * y, c * x), operator.mul),
+    Row("div", 2, "x / y", np.divide, "float", lambda c, z, x, y: (c / y, -(c / y * z)),
+        operator.truediv),
+    Row("floor_divide", 2, "⌊x / y⌋", np.floor_divide,
+        bounds=lambda x, y: x / y - Interval(0.0, 1.0)),  # NumPy's is not the floor of its x / y
+    Row("mod", 2, "x − ⌊x / y⌋ · y", np.remainder, "widest",
+        lambda c, z, x, y: (c, -(c * apply("floor_divide", x, y))), _mod_bounds),
+    Row("pow", 2, "xʸ", np.power, "widest", _pow_vjp, operator.pow),
+    Row("maximum", 2, "max(x, y)", np.maximum, "widest", partial(_extreme_vjp, "greater"),
+        lambda x, y: Interval(max(x.low, y.low), max(x.high, y.high))),
+    Row("minimum", 2, "min(x, y)", np.minimum, "widest", partial(_extreme_vjp, "less"),
+        lambda x, y: Interval(min(x.low, y.low), min(x.high, y.high))),
+    Row("neg", 1, "−x", np.negative, "widest", lambda c, y, x: -c, operator.neg),
+    Row("abs", 1, "|x|", np.abs, "widest",
+        lambda c, y, x: (x > 0).where(c, (x < 0).where(-c, 0.0)), abs),
+    Row("floor", 1, "⌊x⌋", np.floor, bounds=monotone(np.floor)),
+    Row("exp", 1, "eˣ", np.exp, "float", lambda c, y, x: c * y, monotone(np.exp)),
+    Row("exp2", 1, "2ˣ", np.exp2, "float", lambda c, y, x: c * (y * math.log(2)),
+        monotone(np.exp2)),
+    Row("expm1", 1, "eˣ − 1", np.expm1, "float", lambda c, y, x: c * (y + 1), monotone(np.expm1)),
+    Row("log", 1, "ln x", np.log, "float", lambda c, y, x: c / x, monotone(np.log, 0.0)),
+    Row("log1p", 1, "ln(1 + x)", np.log1p, "float", lambda c, y, x: c / (1 + x),
+        monotone(np.log1p, -1.0)),
+    Row("sqrt", 1, "√x", np.sqrt, "float", lambda c, y, x: c / (2 * y), monotone(np.sqrt, 0.0)),
+    Row("rsqrt", 1, "1 / √x", rsqrt, "float", lambda c, y, x: c * (-0.5 * y * y * y),
+        monotone(rsqrt, 0.0)),
+    Row("sin", 1, "sin x", np.sin, "float", lambda c, y, x: c * x.cos(), within(-1.0, 1.0)),
+    Row("cos", 1, "cos x", np.cos, "float", lambda c, y, x: -(c * x.sin()), within(-1.0, 1.0)),
+    Row("tanh", 1, "tanh x", np.tanh, "float", lambda c, y, x: c * (1 - y * y), monotone(np.tanh)),
+    Row("sigmoid", 1, "1 / (1 + e⁻ˣ)", sigmoid, "float", lambda c, y, x: c * (y * (1 - y)),
+        monotone(sigmoid)),
+    Row("silu", 1, "x / (1 + e⁻ˣ)", silu, "float", _silu_vjp, valley(silu, -1.2784645427610738)),
+    Row("relu", 1, "max(x, 0)", relu, "widest", lambda c, y, x: (x > 0).where(c, 0.0),
+        monotone(relu)),
+    Row("softplus", 1, "ln(1 + eˣ)", softplus, "float", lambda c, y, x: c * x.sigmoid(),
+        monotone(softplus)),
     Row("gelu_tanh", 1, "0.5 x (1 + tanh(√(2/π)(x + 0.044715 x³)))", gelu_tanh, "float",
-        _gelu_tanh_vjp),
-    Row("less", 2, "x < y", np.less, "bool"),
-    Row("less_equal", 2, "x ≤ y", np.less_equal, "bool"),
-    Row("greater", 2, "x > y", np.greater, "bool"),
-    Row("greater_equal", 2, "x ≥ y", np.greater_equal, "bool"),
-    Row("equal", 2, "x = y", np.equal, "bool"),
-    Row("not_equal", 2, "x ≠ y", np.not_equal, "bool"),
-    Row("logical_and", 2, "x and y", np.logical_and, "logical"),
-    Row("logical_or", 2, "x or y", np.logical_or, "logical"),
-    Row("logical_not", 1, "not x", np.logical_not, "logical"),
-    Row("where", 3, "y where x else z", np.where,
-        vjp=lambda c, w, x, y, z: (None, x.where(c, 0.0), x.where(0.0, c))),
+        _gelu_tanh_vjp, valley(gelu_tanh, -0.7524614221)),
+    Row("less", 2, "x < y", np.less, "bool", bounds=_TRUTH),
+    Row("less_equal", 2, "x ≤ y", np.less_equal, "bool", bounds=_TRUTH),
+    Row("greater", 2, "x > y", np.greater, "bool", bounds=_TRUTH),
+    Row("greater_equal", 2, "x ≥ y", np.greater_equal, "bool", bounds=_TRUTH),
+    Row("equal", 2, "x = y", np.equal, "bool", bounds=_TRUTH),
+    Row("not_equal", 2, "x ≠ y", np.not_equal, "bool", bounds=_TRUTH),
+    Row("logical_and", 2, "x and y", np.logical_and, "logical", bounds=_TRUTH),
+    Row("logical_or", 2, "x or y", np.logical_or, "logical", bounds=_TRUTH),
+    Row("logical_not", 1, "not x", np.logical_not, "logical", bounds=_TRUTH),
+    Row("where", 3, "y where x else z", np.where, "widest",
+        lambda c, w, x, y, z: (None, x.where(c, 0.0), x.where(0.0, c)), lambda x, y, z: y | z),
 )  # fmt: skip
 
 
@@ -228,5 +267,6 @@ for _row in TABLE:
             samples=_samples(_row),
             invalid=_refused(_row),
             vjp=_row.vjp,
+            bounds=_row.bounds,
         )
     )

@@ -8,6 +8,7 @@ import numpy as np
 
 from archir import types
 from archir.ops.base import Sample, op
+from archir.ops.interval import within
 
 _BAD = (Sample(("f[B, T, 8]", "f[4]"), {"eps": 1e-5}, "D = 8 and D = 4 disagree"),)
 
@@ -92,6 +93,7 @@ def _l2_norm_vjp(c: Any, y: Any, x: Any, *, eps: float) -> Any:
     samples=(Sample(("f[B, T, 2, 8]",), {"eps": 1e-6}),),
     invalid=(Sample(("i64[B, T]",), {"eps": 1e-6}, "x must be a float, i64 given"),),
     vjp=_l2_norm_vjp,
+    bounds=within(-1.0, 1.0),
 )
 def l2_norm(x: Any, *, eps: float) -> Any:
     """x / √(Σ x² + ε): ε inside the root, on the sum."""

@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 
 from archir.ops.base import Sample, op
+from archir.ops.interval import Interval, around
 from archir.philox import philox, threshold
+
+
+def _dropout_bounds(x: Interval, *key: Interval, rate: float, **attrs: Any) -> Interval:
+    """Zero, x as it is, or what stays while training."""
+    return x | x * around(1 / (1 - rate)) | around(0.0)
 
 
 @op(
@@ -22,6 +28,7 @@ from archir.philox import philox, threshold
         Sample(("f[B, T]", "i64[3]"), {"rate": 0.25}, "2 = 2 and 2 = 3 disagree"),
     ),
     vjp="no rule, norm or function of scalars draws",
+    bounds=_dropout_bounds,
 )
 def dropout(x: Any, key: Any = None, *, rate: float) -> Any:
     """x / (1 − rate) with each element zero at this rate; without a key, x itself.

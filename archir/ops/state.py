@@ -12,6 +12,7 @@ from archir.dims import Poly
 from archir.ir import Function
 from archir.ops.attention import require_scalar, rows_of
 from archir.ops.base import Sample, Site, op
+from archir.ops.interval import UNKNOWN, Interval
 from archir.sequence import Rows
 from archir.types import Tensor, Type
 
@@ -219,6 +220,14 @@ def conv_window(x: Tensor, w: Tensor, rows: int | Poly) -> Tensor:
     return Tensor(x.dtype, (rows, w.shape[1] - 1, x.shape[2]))
 
 
+def _short_conv_bounds(
+    *operands: Interval, activation: Callable[..., Interval] | None = None, **attrs: Any
+) -> Interval | tuple[Interval, Interval]:
+    """What the activation makes of a sum of unknown weights; of the window nothing."""
+    y = UNKNOWN if activation is None else activation(UNKNOWN)
+    return (y, UNKNOWN) if len(operands) == 4 else y
+
+
 @op(
     "state",
     infer=_infer_short_conv,
@@ -237,6 +246,7 @@ def conv_window(x: Tensor, w: Tensor, rows: int | Poly) -> Tensor:
         ),
     ),
     ordered=True,
+    bounds=_short_conv_bounds,
 )
 def short_conv(x: Any, w: Any, *given: Any, activation: Callable[..., Any] | None = None) -> Any:
     """Causal depthwise convolution of each row: y_t = φ(Σ_j w[:, j] · x_{t−W+1+j}).

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import string
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from archir import dims, types
 from archir.diagnostics import MismatchError
 from archir.dims import Poly
 from archir.ops.base import Sample, Site, constant, op
+from archir.ops.interval import UNKNOWN, Interval, around, moved, summed, within
 from archir.types import DTYPES, Tensor, Type
 
 
@@ -30,6 +33,7 @@ def matmul(x: Any, w: Any) -> Any:
     samples=(Sample(("i64[B, T]", "f[16, 8]")),),
     invalid=(Sample(("f[B, T]", "f[16, 8]"), message="tokens must be an integer"),),
     vjp="it adds into rows of the table, which no op does",
+    bounds=lambda tokens, table: table,
 )
 def embedding(tokens: Any, table: Any) -> Any:
     """Row `tokens[...]` of a table; a token that is none of its rows is an error."""
@@ -100,6 +104,7 @@ def _filled(c: Any, y: Any) -> list[Any]:
     samples=(Sample(("f[B, T, 24]",), {"parts": 3, "heads": 2}),),
     invalid=(Sample(("f[B, T, 20]",), {"parts": 3, "heads": 2}, "20 is not parts × heads × size"),),
     vjp=_heads_vjp,
+    bounds=moved,
 )
 def heads(x: Any, *, parts: int, heads: int) -> Any:
     """[…, parts·H·D] → `parts` tensors [..., H, D]."""
@@ -115,6 +120,7 @@ def heads(x: Any, *, parts: int, heads: int) -> Any:
     samples=(Sample(("f[B, T, 2, 4]",)),),
     invalid=(Sample(("f[4]",), message="needs at least 2 axes"),),
     vjp=lambda c, y, x: c.reshape(shape=x.shape),
+    bounds=moved,
 )
 def merge(x: Any) -> Any:
     """[…, H, D] → […, H·D]."""
@@ -150,6 +156,7 @@ def _split_vjp(c: Any, y: Any, x: Any, *, sizes: tuple[int, ...], axis: int) -> 
     ),
     invalid=(Sample(("f[B, 8]",), {"sizes": (2, 2), "axis": -1}, "add up to 4"),),
     vjp=_split_vjp,
+    bounds=moved,
 )
 def split(x: Any, *, sizes: tuple[int, ...], axis: int) -> Any:
     """Pieces of the given sizes along an axis."""
@@ -193,6 +200,7 @@ def _concat_vjp(c: Any, y: Any, *xs: Any, axis: int) -> Any:
         Sample(("f[B, 8]",), {"axis": 2}, "axis 2 is outside 2 axes"),
     ),
     vjp=_concat_vjp,
+    bounds=lambda *xs, axis: reduce(operator.or_, xs),
 )
 def concat(*xs: Any, axis: int) -> Any:
     """Operands one after another along an axis."""
@@ -228,6 +236,7 @@ def _infer_reshape(site: Site) -> tuple[Type, ...]:
     samples=(Sample(("f[B, 8]",), {"shape": (dims.symbol("B"), 2, 4)}),),
     invalid=(Sample(("f[B, 8]",), {"shape": (dims.symbol("B"), 2, 3)}, "do not fill"),),
     vjp=lambda c, y, x, shape: c.reshape(shape=x.shape),
+    bounds=moved,
 )
 def reshape(x: Any, *, shape: tuple[int, ...]) -> Any:
     """The same elements in row-major order under another shape."""
@@ -251,6 +260,7 @@ def _infer_transpose(site: Site) -> tuple[Type, ...]:
     samples=(Sample(("f[B, T, 8]",), {"axes": (1, 0, 2)}),),
     invalid=(Sample(("f[B, T]",), {"axes": (0, 2)}, "is not an order of 2 axes"),),
     vjp=lambda c, y, x, axes: c.transpose(axes=tuple(axes.index(a) for a in range(x.rank))),
+    bounds=moved,
 )
 def transpose(x: Any, *, axes: tuple[int, ...]) -> Any:
     """Axis i of the result is axis axes[i] of x."""
@@ -276,6 +286,7 @@ def _infer_expand_dims(site: Site) -> tuple[Type, ...]:
     samples=(Sample(("f[B, 8]",), {"axes": (1,)}),),
     invalid=(Sample(("f[B]",), {"axes": (3,)}, "are not new places among 2 axes"),),
     vjp=lambda c, y, x, axes: c.reduce_sum(axes=axes),
+    bounds=moved,
 )
 def expand_dims(x: Any, *, axes: tuple[int, ...]) -> Any:
     """Axes of size 1 at the given places of the result."""
@@ -355,6 +366,7 @@ _INTEGERS = (
     infer=_infer_sum,
     **{**_REDUCE, "samples": (*_REDUCE["samples"], *_INTEGERS)},
     vjp=_sum_vjp,
+    bounds=lambda x, **attrs: summed(x),
 )
 def reduce_sum(x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any:
     """Σ over axes; of bools it counts those that hold, in i64."""
@@ -369,6 +381,7 @@ def reduce_sum(x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any:
         *_REDUCE["invalid"], Sample(("i64[B]",), {"axes": (0,)}, "the mean of i64 is a float"),
     ),
     vjp=_mean_vjp,
+    bounds=moved,
 )  # fmt: skip
 def reduce_mean(x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any:
     """Mean over axes."""
@@ -380,6 +393,7 @@ def reduce_mean(x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any
     infer=_infer_reduce,
     **{**_REDUCE, "samples": (*_REDUCE["samples"], *_INTEGERS)},
     vjp=_max_vjp,
+    bounds=moved,
 )
 def reduce_max(x: Any, *, axes: tuple[int, ...], keepdims: bool = False) -> Any:
     """Maximum over axes."""
@@ -442,6 +456,13 @@ def _einsum_vjp(c: Any, y: Any, *xs: Any, equation: str) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def _einsum_bounds(*xs: Interval, equation: str) -> Interval:
+    """Of products; of their sum over the letters that the result leaves out."""
+    left, _, right = equation.partition("->")
+    product = reduce(operator.mul, xs)
+    return product if set(left) <= {*right, ","} else summed(product)
+
+
 @op(
     "tensor",
     infer=_infer_einsum,
@@ -457,6 +478,7 @@ def _einsum_vjp(c: Any, y: Any, *xs: Any, equation: str) -> tuple[Any, ...]:
         Sample(("f[4]",), {"equation": "k->j"}, "j stands in no term"),
     ),
     vjp=_einsum_vjp,
+    bounds=_einsum_bounds,
 )
 def einsum(*xs: Any, equation: str) -> Any:
     """Sum of products over the letters that the result leaves out."""
@@ -470,12 +492,20 @@ def _infer_cast(site: Site) -> tuple[Type, ...]:
     return (site.tensor(0).with_dtype(dtype),)
 
 
+def _cast_bounds(x: Interval, dtype: str) -> Interval:
+    """A cast between floats keeps numbers; NaN becomes an integer that says nothing."""
+    if types.is_float(dtype):
+        return x
+    return Interval(0.0, 1.0) if dtype == "bool" else UNKNOWN
+
+
 @op(
     "tensor",
     infer=_infer_cast,
     samples=tuple(Sample(("f[B, 8]",), {"dtype": d}) for d in ("F", "bf16", "i64", "bool")),
     invalid=(Sample(("f[B, 8]",), {"dtype": "f8"}, "'f8' is not one of f, F, bf16"),),
     vjp=lambda c, y, x, dtype: c,
+    bounds=_cast_bounds,
 )
 def cast(x: Any, *, dtype: str) -> Any:
     """The same numbers in another dtype; the interpreter rounds every result, casts too."""
@@ -499,6 +529,7 @@ def made_of(site: Site, *shape: int | Poly) -> tuple[Type, ...]:
     invalid=(Sample(("f[8]",), {"dim": 8}, "takes no operands"),),
     made=True,
     vjp=constant,
+    bounds=lambda dim, **attrs: around(dim) if isinstance(dim, int) else Interval(0.0),
 )
 def size(*, dim: int, dtype: str = "F") -> Any:
     """A dim as a number."""
@@ -512,6 +543,7 @@ def size(*, dim: int, dtype: str = "F") -> Any:
     invalid=(Sample((), {"dim": -1}, "-1 is not a size"),),
     made=True,
     vjp=constant,
+    bounds=within(0.0, 1.0),
 )
 def eye(*, dim: int, dtype: str = "F") -> Any:
     """The identity matrix."""
@@ -525,6 +557,7 @@ def eye(*, dim: int, dtype: str = "F") -> Any:
     invalid=(Sample((), {"shape": (8, -2), "value": 0.0}, "-2 is not a size"),),
     made=True,
     vjp=constant,
+    bounds=lambda shape, value, **attrs: around(value),
 )
 def fill(*, shape: tuple[int, ...], value: float, dtype: str = "F") -> Any:
     """A tensor of one number."""
@@ -551,6 +584,7 @@ def _infer_broadcast_to(site: Site) -> tuple[Type, ...]:
     samples=(Sample(("f[1, 8]",), {"shape": (4, 8)}),),
     invalid=(Sample(("f[2, 8]",), {"shape": (4, 8)}, "does not stretch"),),
     vjp=lambda c, y, x, shape: c,
+    bounds=moved,
 )
 def broadcast_to(x: Any, *, shape: tuple[int, ...]) -> Any:
     """x repeated along new axes and axes of size 1."""
@@ -581,6 +615,7 @@ def _repeat_vjp(c: Any, y: Any, x: Any, *, axis: int, times: int) -> Any:
         Sample(("f[B, 2, 8]",), {"axis": 1, "times": 0}, "0 times is not at least once"),
     ),
     vjp=_repeat_vjp,
+    bounds=moved,
 )
 def repeat(x: Any, *, axis: int, times: int) -> Any:
     """Each slice along an axis `times` times in a row: key heads for grouped value heads."""

@@ -12,7 +12,6 @@ The body is traced into an IR function, which is the program; run on arrays it i
 from __future__ import annotations
 
 import itertools
-import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from archir import dims, source
+from archir.bounds import parse_domain
 from archir.diagnostics import ArchirError, Loc, SpecError
 from archir.ir import Function, Module, Op, Ref, Value
 from archir.trace import Builder, Program, Traced, building, current, emit, finish
@@ -30,8 +30,6 @@ from archir.types import Tensor
 
 # Dims a rule has no say in.
 _TAKEN = {"B": "batches", "T": "tokens", "H": "heads", **dims.RESERVED}
-_NUMBER = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|\.\d+|inf)"
-_DOMAIN = re.compile(rf"^(<=\s*{_NUMBER}|>=\s*{_NUMBER}|{_NUMBER}\.\.{_NUMBER}|unit)$")
 
 
 @dataclass(frozen=True)
@@ -107,11 +105,13 @@ class Rule:
                     f"the domain names {name!r}, which is no operand",
                     f"operands: {', '.join(self.operands)}",
                 )
-            if not _DOMAIN.match(text):
+            try:
+                parse_domain(text)
+            except ValueError as error:
                 raise self._bad(
-                    f"domain {name!r}: {text!r} is not understood",
+                    f"domain {name!r}: {text!r} {error}",
                     "a domain names an operand and is '<= a', '>= a', 'a..b' or 'unit'",
-                )
+                ) from None
         stated = _shapes(self._sides[0], self)
         if stated:
             if tuple(stated) != self.states:
@@ -229,7 +229,7 @@ class Rule:
         attrs: dict[str, Any] = {"states": len(self.states)}
         if self.domain:
             attrs["domain"] = dict(self.domain)
-        return builder.finish(outputs, attrs=attrs)
+        return builder.finish(outputs, tuple(wanted), attrs=attrs)
 
     def __call__(self, *args: Any, name: str | None = None) -> Any:
         """In a spec: outputs [B, T, H, …] of operands placed by rank (D8). On arrays: the body."""

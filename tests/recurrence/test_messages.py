@@ -4,14 +4,34 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.dsl.messages import check_messages
+from tests.dsl.messages import check_messages, spec_of
 from tests.dsl.test_messages import BODY, UPDATE, rule_of
 
 STRENGTH = (
     '@ar.recurrence("q:K k:K v:V beta: -> o:V")\ndef broken(S, q, k, v, beta):\n'
     "    S = S + float(beta) * np.outer(k, v)\n    return S, q @ S\n"
 )
+DELTA = """\
+@ar.recurrence("q:K k:K v:V g: beta: -> o:V", domain={"g": "<= 0", "beta": "0..1", "k": "unit"})
+def delta(S, q, k, v, g, beta):
+    S = np.exp(g) * S
+    S = S + np.outer(k, beta * (v - k @ S))
+    return S, q @ S
+
+
+"""
 STATED = "S:K,V | q:K k:K v:V -> o:V"
+
+
+def given_to_delta(gate: str, strength: str, key: str = "ar.l2_norm(k)") -> str:
+    """A spec that gives a rule what its domain denies."""
+    return DELTA + spec_of(
+        'q, k, v = ar.heads(ar.linear(x, 24, name="qkv"), 3, c.heads)\n'
+        'z = ar.linear(x, c.heads, name="z")\n'
+        f"g = {gate}\nbeta = {strength}\nk = {key}\n"
+        "return ar.merge(delta(q, k, v, g, beta))"
+    )
+
 
 WRONG = {
     "an outer product of the wrong sides": rule_of(
@@ -21,6 +41,11 @@ WRONG = {
         "S = S + np.outer(v, k)\nreturn S, q @ S"
     ),
     "a read of the wrong side": rule_of(f"{UPDATE}return S, S @ q", STATED),
+    "a domain that holds no number": rule_of(BODY, k="1..0"),
+    "a strength above its domain": given_to_delta("-ar.softplus(z)", "2 * ar.sigmoid(z)"),
+    "a strength below its domain": given_to_delta("-ar.softplus(z)", "ar.tanh(z)"),
+    "a gate whose sign is forgotten": given_to_delta("ar.softplus(z)", "ar.sigmoid(z)"),
+    "a key longer than a unit": given_to_delta("-z * z", "z", "2 * ar.l2_norm(k)"),
     "an undeclared name": rule_of(f"S = gamma * S\n{BODY}"),
     "an undeclared dim": rule_of(f"q = q * D**-0.5\n{BODY}"),
     "outputs before states": rule_of(f"{UPDATE}return q @ S, S"),
