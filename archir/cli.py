@@ -5,14 +5,15 @@ Whatever a command does not need is imported inside it: `list` and `show` never 
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -319,7 +320,7 @@ def _write(tokens: Iterable[int], tokenizer: Any, prompt: int) -> int:
             raise
         note = f"; {error.what}"
     print(text.finish(), flush=True)
-    first, *rest = [b - a for a, b in pairwise(times)] or [0.0]
+    first, *rest = [b - a for a, b in itertools.pairwise(times)] or [0.0]
     speed = f", then {len(rest) / sum(rest):.1f} tokens per second" if rest else ""
     count = len(times) - 1
     print(
@@ -352,7 +353,9 @@ def check(
     spec: SpecArgument,
     backends: Annotated[
         str | None,
-        typer.Option(help="with commas between; default: eager, of a rule numpy, the interpreter"),
+        typer.Option(
+            help="with commas between; default: eager; of a rule numpy, the interpreter, too"
+        ),
     ] = None,
     preset: Annotated[str | None, typer.Option(help="sizes by name; default: tiny")] = None,
     config: Config = None,
@@ -393,13 +396,26 @@ def check(
         )
     from archir.check import check as compare
 
-    report = compare(found, preset, config, dtypes=dtypes or DTYPES, laws=laws, seed=seed, **asked)
+    cell = "{spec} {backend} {dtype} {phase} {layout} T = {T}"
+    asked |= {"dtypes": dtypes or DTYPES, "laws": laws, "seed": seed}
+    with _status(cell) as progress:
+        report = compare(found, preset, config, progress=progress, **asked)
     _print_rows("archir.check/1", report.rows, as_json)
     wrong = report.failures
     if wrong:
-        cell = "{spec} {backend} {dtype} {phase} {layout} T = {T}".format_map(wrong[0])
-        print(f"{len(wrong)} of {len(report.rows)} cells differ, first {cell}", file=sys.stderr)
+        first = cell.format_map(wrong[0])
+        print(f"{len(wrong)} of {len(report.rows)} cells differ, first {first}", file=sys.stderr)
         sys.exit(1)
+
+
+@contextmanager
+def _status(cell: str) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """On a terminal, a line that says which row of a table was made last."""
+    from rich.console import Console
+
+    count = itertools.count(1)
+    with Console(stderr=True).status("") as status:
+        yield lambda row: status.update(f"{next(count)}: {cell.format_map(row)}")
 
 
 def _items(given: str | None) -> tuple[str, ...] | None:
@@ -420,16 +436,22 @@ def _refuse_of_rule(given: str, options: Mapping[str, Any]) -> None:
 def _check_rule(rule: Rule, options: Mapping[str, Any], as_json: bool) -> None:
     from archir.check.recurrence import check_recurrence
 
-    report = check_recurrence(rule, **options)
+    cell = "{rule} {form} {backend} {dtype} {layout} T = {T}, {what}"
+    with _status(cell) as progress:
+        report = check_recurrence(rule, progress=progress, **options)
     if as_json:
-        found = {"schema": "archir.check_recurrence/1", "worst": report.worst}
-        print(json.dumps({**found, "forms": report.forms, "rows": report.rows}, indent=2))
+        found = {
+            "schema": "archir.check_recurrence/1", "worst": report.worst,
+            "worst_gradient": report.worst_gradient, "forms": report.forms,
+            "gradients": report.gradients, "rows": report.rows,
+        }  # fmt: skip
+        print(json.dumps(found, indent=2))
     else:
         print(report)
     wrong = report.failures
     if wrong:
-        cell = "{rule} {form} {backend} {dtype} {layout} T = {T}".format_map(wrong[0])
-        print(f"{len(wrong)} of {len(report.rows)} cells differ, first {cell}", file=sys.stderr)
+        first = cell.format_map(wrong[0])
+        print(f"{len(wrong)} of {len(report.rows)} cells differ, first {first}", file=sys.stderr)
     if not report.ok:
         sys.exit(1)
 

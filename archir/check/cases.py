@@ -161,6 +161,19 @@ class Slopes:
     inputs: Lines
     padding: np.ndarray
 
+    @staticmethod
+    def of(pieces: Sequence[Piece], found: Gradients) -> Slopes:
+        """What a machine found for these calls."""
+        owners = pieces[0].signature.inputs
+        each = [
+            {name: x for name, x in made.items() if owners.get(name, "tokens") == "tokens"}
+            for made in found.inputs
+        ]
+        parts = (piece.tokens(x) for piece, x in zip(pieces, each, strict=True))
+        rows = zip(*parts, strict=True)
+        inputs = [{k: np.concatenate([part[k] for part in row]) for k in row[0]} for row in rows]
+        return Slopes(found.weights, inputs, _at_padding(pieces, each))
+
     def near(self, want: Slopes, label: str) -> Iterator[Distance]:
         """From others, in float64. A gradient is one vector, so 1e-12 is of its largest number,
         whichever weight that belongs to."""
@@ -271,7 +284,7 @@ class Bench:
         slopes = None
         if cotangent is not None and self.machine.differentiates:
             given = [piece.cotangent(cotangent, last=piece is pieces[-1]) for piece in pieces]
-            slopes = _slopes(pieces, self.machine.gradients(calls, given))
+            slopes = Slopes.of(pieces, self.machine.gradients(calls, given))
         return Result(
             outputs=joined(pieces, outputs),
             state=by_row(state) if state else [],
@@ -280,17 +293,6 @@ class Bench:
                 pieces, [piece.per_token(x) for piece, x in zip(pieces, outputs, strict=True)]
             ),
         )
-
-
-def _slopes(pieces: Sequence[Piece], found: Gradients) -> Slopes:
-    owners = pieces[0].signature.inputs
-    each = [
-        {name: x for name, x in of.items() if owners.get(name, "tokens") == "tokens"}
-        for of in found.inputs
-    ]
-    rows = zip(*(piece.tokens(x) for piece, x in zip(pieces, each, strict=True)), strict=True)
-    inputs = [{k: np.concatenate([part[k] for part in row]) for k in row[0]} for row in rows]
-    return Slopes(found.weights, inputs, _at_padding(pieces, each))
 
 
 def _at_padding(pieces: Sequence[Piece], arrays: Sequence[Arrays]) -> np.ndarray:

@@ -6,40 +6,55 @@
     report.forms["chunk"]   # what ran, or why it did not
 
 A cell runs the same rows in several ways: at once without state, at once into a state, in pieces
-that go on from a state, empty ones among them, and in single tokens. The reference is the literal
-loop in float64 (D7); in float64 a difference may be 1e-12 of the largest number that the row and
-head have seen up to the token, in other dtypes as D16 says, with the recurrent form in that dtype
-as the anchor. Operands are drawn inside the rule's domain.
+that go on from a state, empty ones among them, and in single tokens. Operands are drawn inside the
+rule's domain.
+
+outputs     of every token, and final states. The reference is the literal loop in float64 (D7); in
+            float64 a difference may be 1e-12 of the largest number that the row and head have seen
+            up to the token, in other dtypes as D16 says, with the recurrent form in that dtype as
+            the anchor.
+gradients   by every operand, through the states between pieces too, where a backend has them. The
+            reference is the rule's reverse pass run token by token in float64; a difference may be
+            1e-9 of the operand's largest gradient. In other dtypes it may be what D16 says, the
+            same in float32 being the anchor; of a constant of all tokens only float64 is judged.
+            The reference is itself held to central differences of the body.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from archir import dims, types
+from archir import types
 from archir.check.batch import LAYOUTS, Batch, Piece, joined
-from archir.check.cases import worst
-from archir.check.machines import Interpreter, Machine
-from archir.check.signature import Lines, Signature
-from archir.check.tolerance import Distance, distance
+from archir.check.cases import Slopes, worst
+from archir.check.machines import Arrays, Interpreter, Machine
+from archir.check.placed import Placed
+from archir.check.signature import Lines
+from archir.check.tolerance import Distance, distance, exact
 from archir.compile import DTYPES, Request, find_backend
 from archir.diagnostics import SpecError, UnsupportedError, nearest
 from archir.interp import to_dtype
 from archir.ir import Module
+from archir.passes.gradient import gradient
 from archir.pipeline import Options, lower
 from archir.recurrence import Rule
+from archir.recurrence.backward import backward
 from archir.recurrence.literal import literal
 from archir.spec import Spec, resolve
-from archir.types import Tensor
 
 FORMS = ("recurrent", "chunk", "parallel")
 INTERPRETER = "numpy"
+BODY = "body"  # of the rows that hold the reference of gradients to the body
 BOUND = 1e-12  # float64, of the running maximum of |S| and |o| (D16)
-AXES = ("BTH", "BT", "H", "")
+SLOPE = 1e-9  # float64, of an operand's largest gradient
+STEP, DIFFERENCE = 2.0**-20, 1e-6  # of central differences, and what they allow
+HEADS = ("form", "backend", "dtype", "layout", "T", "what", "error", "allowed", "where", "ok")
+TOKENS = "by token"
 _SHORT = 32  # rows up to so many tokens also run token by token, call by call
 
 
@@ -48,13 +63,23 @@ class RecurrenceReport:
     """What `check_recurrence` found; prints as a table.
 
     rows: one per cell.  worst: the largest difference of any form from the literal loop, as a part
-    of the running maximum of |S| and |o|.  forms: for each form what ran, or why it did not.
+    of the running maximum of |S| and |o|.  worst_gradient: of any gradient, as a part of the
+    operand's largest.  forms: for each form what ran, or why it did not.  gradients: so of them;
+    empty where no backend that was asked for has them.
     """
 
     rule: str
     rows: list[dict[str, Any]] = field(default_factory=list)
     forms: dict[str, str] = field(default_factory=dict)
-    worst: float = 0.0
+    gradients: str = ""
+
+    @property
+    def worst(self) -> float:
+        return max((x["relative"] for x in self.rows if x["what"] == "outputs"), default=0.0)
+
+    @property
+    def worst_gradient(self) -> float:
+        return max((x["relative"] for x in self.rows if x["what"] == "gradients"), default=0.0)
 
     @property
     def ok(self) -> bool:
@@ -68,15 +93,15 @@ class RecurrenceReport:
     @property
     def ran(self) -> tuple[str, ...]:
         """The forms that ran."""
-        return tuple(dict.fromkeys(row["form"] for row in self.rows))
+        return tuple(dict.fromkeys(row["form"] for row in self.rows if row["form"] != BODY))
 
     def __str__(self) -> str:
-        heads = ("form", "backend", "dtype", "layout", "T", "error", "allowed", "where", "ok")
-        lines = [heads, *(tuple(_shown(row[k]) for k in heads) for row in self.rows)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
+        lines = [HEADS, *(tuple(_shown(row[k]) for k in HEADS) for row in self.rows)]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(HEADS))]
         table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
         forms = [f"{form}: {text}" for form, text in self.forms.items()]
-        return "\n".join([f"rule {self.rule}", *table, *forms])
+        gradients = [f"gradients: {self.gradients}"] if self.gradients else []
+        return "\n".join([f"rule {self.rule}", *table, *forms, *gradients])
 
 
 def _shown(value: Any) -> str:
@@ -97,8 +122,9 @@ def check_recurrence(
     sizes: Mapping[str, int] | None = None,
     axes: Mapping[str, str] | None = None,
     forms: Sequence[str] | None = None,
-    backends: Sequence[str] = (INTERPRETER,),
+    backends: Sequence[str] = (INTERPRETER, "eager"),
     layouts: Sequence[str] = LAYOUTS,
+    progress: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> RecurrenceReport:
     """Compares every form of a rule with its body run token by token and head by head.
 
@@ -108,6 +134,7 @@ def check_recurrence(
     name: "BTH" unless given, "BT" (one for all heads), "H" (one for all tokens) or "".  rng: a seed
     or a generator of operands.  dtype: float64, float32, bfloat16, or several.  forms: those asked
     for; unless given, all that are legal.  backends: `numpy` is the interpreter.
+    progress: called for each row.
 
     Raises UnsupportedError where a form is asked for that is not legal, SpecError for names that
     the rule does not have.
@@ -153,19 +180,44 @@ def check_recurrence(
         for layout in layouts
         if layout == "dense" or length == max(lengths)
     }
+    report.gradients = _without_gradient(found)
+    cases: dict[tuple[int, bool], _Case] = {}
     for name in dtypes:
         cases = {key: _Case(placed, batch, name) for key, batch in batches.items()}
         for form in legal:
             for backend in backends:
-                _run(report, placed, cases, layouts, form, backend)
-    for form in legal:
-        rows = [row for row in report.rows if row["form"] == form]
-        if rows:
-            where = ", ".join(dict.fromkeys(row["backend"] for row in rows))
-            ran = f"ran on {where}, worst {max(row['relative'] for row in rows):.1e}"
-            report.forms[form] = f"{ran}; {report.forms[form]}".removesuffix("; ")
-    report.worst = max((row["relative"] for row in report.rows), default=0.0)
+                for row in _rows(report, placed, cases, layouts, form, backend):
+                    report.rows.append(row)
+                    progress(row)
+    if any(row["what"] == "gradients" for row in report.rows):
+        report.rows.append([*cases.values()][-1].differences())
+    _sum_up(report, legal)
     return report
+
+
+def _sum_up(report: RecurrenceReport, legal: Sequence[str]) -> None:
+    """What ran of each form, and of gradients."""
+
+    def ran(rows: Sequence[dict[str, Any]]) -> str:
+        where = ", ".join(dict.fromkeys(row["backend"] for row in rows))
+        return f"ran on {where}, worst {max(row['relative'] for row in rows):.1e}"
+
+    outputs = [row for row in report.rows if row["what"] == "outputs"]
+    for form in legal:
+        if rows := [row for row in outputs if row["form"] == form]:
+            report.forms[form] = f"{ran(rows)}; {report.forms[form]}".removesuffix("; ")
+    slopes = [r for r in report.rows if r["what"] == "gradients" and r["form"] != BODY]
+    if slopes:
+        report.gradients = ran(slopes)
+
+
+def _without_gradient(rule: Rule) -> str:
+    """Why a rule has no gradient; empty where it has."""
+    try:
+        gradient(rule.function)
+    except UnsupportedError as error:
+        return f"{error.what}{f' ({error.loc.short})' if error.loc else ''}"
+    return ""
 
 
 def _illegal(module: Module, form: str, asked: bool) -> str:
@@ -180,112 +232,6 @@ def _illegal(module: Module, form: str, asked: bool) -> str:
             error.what,
         )
     return ""
-
-
-# ---- rows of tokens
-
-
-class Placed:
-    """A rule on operands of given sizes, heads and leading axes: its module, and draws of rows.
-
-    names: what the module calls the operands.
-    """
-
-    def __init__(
-        self,
-        rule: Rule,
-        sizes: Mapping[str, int],
-        heads: int | Mapping[str, int],
-        axes: Mapping[str, str],
-    ) -> None:
-        self.rule = rule
-        names = [*rule.operands]
-        for name in (*axes, *(heads if isinstance(heads, Mapping) else ())):
-            if name not in names:
-                raise SpecError(
-                    f"{name!r} is no operand of {rule.name}",
-                    code="check-operand",
-                    next=nearest(name, names),
-                )
-        for name, lead in axes.items():
-            if lead not in AXES:
-                raise SpecError(
-                    f"{name} cannot have the leading axes {lead!r}",
-                    code="check-axes",
-                    next="an operand has BTH, BT (one for all heads), H (one for all tokens) or ''",
-                )
-        most = heads if isinstance(heads, int) else max(heads.values(), default=1)
-        each = {n: heads if isinstance(heads, int) else heads.get(n, most) for n in names}
-        self.axes = {name: axes.get(name, "BTH") for name in names}
-        self._inner: dict[str, tuple[int, ...]] = {}
-        for name, shape in rule.operands.items():
-            lead = (each[name],) if "H" in self.axes[name] else ()
-            self._inner[name] = (*lead, *(sizes.get(d, 3) for d in shape))
-        self.module = self._trace()
-        self.signature = Signature(self.module)
-
-    def _trace(self) -> Module:
-        """The rule on operands so placed, those with tokens first, from which rows are made."""
-        grid = dims.symbol("B"), dims.symbol("T")
-        traced = self.rule.trace(
-            {
-                name: Tensor("f", (*(grid if "T" in self.axes[name] else ()), *shape))
-                for name, shape in self._inner.items()
-            }
-        )
-        *others, entry = traced.functions
-        self.names = [v.name for v in entry.inputs]
-        lead = dict(zip(entry.inputs, self.axes.values(), strict=True))
-        inputs = sorted(entry.inputs, key=lambda v: "T" not in lead[v])
-        ops = tuple(replace(op, loc=entry.loc) for op in entry.ops)  # nobody wrote them
-        return Module((*others, replace(entry, inputs=tuple(inputs), ops=ops)))
-
-    def shapes(self, batch: int, length: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each operand on a grid [B, T]."""
-        return {
-            name: (*((batch, length) if "T" in self.axes[name] else ()), *inner)
-            for name, inner in self._inner.items()
-        }
-
-    def draw(self, length: int, ragged: bool, rng: np.random.Generator) -> Batch:
-        """Rows of drawn operands: two of all tokens, or five of unlike length, one empty. In all
-        about 16 tokens at least, as of a few the anchor's error is luck."""
-        lengths = (length,) * max(2, 16 // length)
-        if ragged:
-            lengths = (length - length // 3, 0, length, min(length, 1), length // 2)
-            lengths *= max(1, -(-16 // sum(lengths)))
-        made = draw(self.rule, self.shapes(len(lengths), length), rng)
-        named = [*zip(self.names, self.axes.values(), made.values(), strict=True)]
-        lines = [
-            {name: x[row, :n] for name, lead, x in named if "T" in lead}
-            for row, n in enumerate(lengths)
-        ]
-        shared = {name: x for name, lead, x in named if "T" not in lead}
-        return Batch(self.signature, lines, shared, lengths)
-
-
-def draw(
-    rule: Rule, shapes: Mapping[str, tuple[int, ...]], rng: np.random.Generator
-) -> dict[str, np.ndarray]:
-    """Operands of these shapes inside the rule's domain: normal numbers, folded at a bound or
-    uniform between two, of length 1 on the last axis where they are `unit`."""
-    return {name: _draw(rule.domain.get(name, ""), shape, rng) for name, shape in shapes.items()}
-
-
-def _draw(domain: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    x = rng.standard_normal(shape)
-    if domain == "unit":
-        return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True))
-    if domain.startswith("<="):
-        return float(domain[2:]) - np.abs(x)
-    if domain.startswith(">="):
-        return float(domain[2:]) + np.abs(x)
-    if ".." in domain:
-        low, high = map(float, domain.split(".."))
-        if np.isfinite(low) and np.isfinite(high):
-            return rng.uniform(low, high, shape)
-        return low + np.abs(x) if np.isfinite(low) else high - np.abs(x)
-    return x
 
 
 # ---- rows in one dtype
@@ -309,17 +255,18 @@ class _Case:
 
     def __init__(self, placed: Placed, batch: Batch, dtype: str) -> None:
         short = types.short_dtype(dtype)
-        self.dtype, self.rule = dtype, placed.rule
+        self.placed, self.dtype, self.rule = placed, dtype, placed.rule
         self.batch = replace(
             batch,
             lines=[{k: to_dtype(x, short) for k, x in line.items()} for line in batch.lines],
             shared={k: to_dtype(x, short) for k, x in batch.shared.items()},
         )
-        given = [
+        each = (
             {**{k: x[None] for k, x in line.items()}, **self.batch.shared}
             for line in self.batch.lines
-        ]
-        self.loops = [literal(placed.rule, [x[name] for name in placed.names]) for x in given]
+        )
+        self._given = [[x[name] for name in placed.names] for x in each]
+        self.loops = [literal(placed.rule, xs) for xs in self._given]
         self.anchor: tuple[Lines, Lines] | None = None
         if dtype != "float64":
             options = Options(dtype=dtype, form="recurrent")
@@ -338,13 +285,108 @@ class _Case:
         cuts = [[0, *self._inside(row), n] for row, n in enumerate(batch.lengths)]
         yield "in pieces", batch.pieces(layout, cuts, "prefill")
         if layout == "dense" and self.dtype == "float64" and longest <= _SHORT:
-            yield "by token", batch.pieces(layout, [[*range(n + 1)] for n in batch.lengths])
+            yield TOKENS, batch.pieces(layout, [[*range(n + 1)] for n in batch.lengths])
 
     def _inside(self, row: int) -> list[int]:
         """Where a row is cut, once twice: an empty piece. Dense rows are cut at the same places."""
         rng = np.random.default_rng(0 if self.batch.uniform else row)
         cuts = sorted(int(at) for at in rng.integers(0, self.batch.lengths[row] + 1, 3))
         return [*cuts, cuts[-1]]
+
+    @cached_property
+    def cotangents(self) -> Lines:
+        """Of every output, by row."""
+        rng, short = np.random.default_rng(len(self.loops)), types.short_dtype(self.dtype)
+        return [
+            {
+                name: to_dtype(rng.uniform(-1, 1, x.shape[1:]), short)
+                for name, x in zip(self.rule.outputs, loop.outputs, strict=True)
+            }
+            for loop in self.loops
+        ]
+
+    @cached_property
+    def slopes(self) -> tuple[Arrays, Arrays]:
+        """The gradients by every operand that are right, and the anchor."""
+        want = self._backward("float64")
+        if self.dtype == "float64":
+            return want, want
+        short = types.short_dtype(self.dtype)
+        anchor = self._backward("float32")
+        return want, {name: to_dtype(x, short) for name, x in anchor.items()}
+
+    def _backward(self, dtype: str) -> dict[str, np.ndarray]:
+        """Gradients by operand: of all tokens of all rows, [N, …], or of one for all tokens."""
+        found: list[list[np.ndarray]] = []
+        for given, cotangents in zip(self._given, self.cotangents, strict=True):
+            seeds = [x[None] for x in cotangents.values()]
+            found.append(backward(self.rule, given, seeds, dtype=dtype)[0])
+        return {
+            name: np.sum(xs, axis=0) if name in self.batch.shared else np.concatenate(xs, axis=1)[0]
+            for name, xs in zip(self.placed.names, zip(*found, strict=True), strict=True)
+        }
+
+    def slopes_off(
+        self, machine: Machine, pieces: Sequence[Piece], label: str
+    ) -> tuple[Distance, float]:
+        """How far a machine's gradients lie from what they should be, as `off` says it."""
+        seeds = [piece.cotangent(self.cotangents, piece is pieces[-1]) for piece in pieces]
+        made = machine.gradients([piece.call for piece in pieces], seeds)
+        by_row, far = Slopes.of(pieces, made), 0.0
+        found = [exact(by_row.padding, np.zeros_like(by_row.padding), "d/d padding")]
+        for name, want in self.slopes[0].items():
+            shared = name in self.batch.shared
+            have = np.concatenate([row.get(name, want[:0]) for row in by_row.inputs])
+            if shared:
+                have = np.sum([of[name] for of in made.inputs], axis=0)
+            error, scale = (float(np.max(np.abs(x), initial=0)) for x in (have - want, want))
+            far = max(far, np.inf if np.isnan(error) else error / scale if error else 0.0)
+            if self.dtype == "float64":
+                found.append(Distance(error, SLOPE * scale, f"d/d {name}"))
+            elif not shared:  # of a few numbers the anchor's error is luck
+                anchor = self.slopes[1][name]
+                found.append(distance(have, want, anchor, self.dtype, f"d/d {name}"))
+        most = worst(found)
+        return replace(most, where=f"{label}: {most.where}"), far
+
+    def differences(self) -> dict[str, Any]:
+        """A row of the report: of the body, central differences along a direction of each operand,
+        beside the reference of gradients; for the longest row."""
+        row = int(np.argmax(self.batch.lengths))
+        given, seeds = self._given[row], [*self.cotangents[row].values()]
+        slopes, _ = backward(self.rule, given, [x[None] for x in seeds])
+        rng, found = np.random.default_rng(0), []
+
+        def total(xs: Sequence[np.ndarray]) -> float:
+            outputs = literal(self.rule, xs).outputs
+            return float(sum(np.sum(o[0] * c) for o, c in zip(outputs, seeds, strict=True)))
+
+        weight = sum(np.sum(np.abs(o * c)) for o, c in zip(self.loops[row].outputs, seeds))
+        for index, (name, slope) in enumerate(zip(self.rule.operands, slopes, strict=True)):
+            along = rng.uniform(-1, 1, np.shape(slope))
+            ends = [[*given], [*given]]
+            for end, sign in zip(ends, (STEP, -STEP), strict=True):
+                end[index] = given[index] + sign * along
+            rise = (total(ends[0]) - total(ends[1])) / (2 * STEP)
+            scale = float(np.sum(np.abs(slope * along)) + 1e-3 * weight)
+            error = abs(float(np.sum(slope * along)) - rise)
+            found.append(Distance(error, DIFFERENCE * scale, f"d/d {name}"))
+        most = worst(found)
+        most = replace(most, where=f"central differences: {most.where}")
+        length = self.batch.lengths[row]
+        cell = {"form": BODY, "backend": INTERPRETER, "layout": "dense", "T": length}
+        return self.row(cell, "gradients", [(most, 0.0)])
+
+    def row(
+        self, cell: Mapping[str, Any], what: str, found: Sequence[tuple[Distance, float]]
+    ) -> dict[str, Any]:
+        """A row of the report: the worst of what was found in a cell."""
+        most = worst(distance for distance, _ in found)
+        return {
+            "rule": self.rule.name, **cell, "dtype": self.dtype, "what": what,
+            "error": most.error, "allowed": most.allowed,
+            "relative": max(far for _, far in found), "where": most.where, "ok": most.ok,
+        }  # fmt: skip
 
     def run(self, machine: Machine, pieces: Sequence[Piece]) -> tuple[Lines, Lines]:
         """Outputs of all tokens and, where the calls keep one, the final state, by row."""
@@ -409,34 +451,33 @@ class _Case:
         return Distance(float(share.flat[place]), BOUND, where)
 
 
-def _run(
+def _rows(
     report: RecurrenceReport,
     placed: Placed,
     cases: Mapping[tuple[int, bool], _Case],
     layouts: Sequence[str],
     form: str,
     backend: str,
-) -> None:
-    """The cells of one form on one backend; where the backend cannot run it, the reason."""
+) -> Iterator[dict[str, Any]]:
+    """The cells of one form on one backend; where it cannot run it, the report says why."""
     dtype = next(iter(cases.values())).dtype
     machine = _machine(placed, Options(dtype=dtype, form=form), backend)
+    back = machine.differentiates and not report.gradients
     for (length, ragged), case in cases.items():
         for layout in (x for x in layouts if (x != "dense") == ragged):
+            cell = {"form": form, "backend": backend, "layout": layout, "T": length}
+            ways = [*case.ways(layout)]
             try:
-                ways = case.ways(layout)
                 found = [case.off(case.run(machine, pieces), label) for label, pieces in ways]
             except UnsupportedError as error:
                 report.forms[form] = f"{report.forms[form]}; {backend}: {error.what}".lstrip("; ")
                 return
-            cell = worst(distance for distance, _ in found)
-            report.rows.append(
-                {
-                    "rule": report.rule, "form": form, "backend": backend, "dtype": dtype,
-                    "layout": layout, "T": length, "error": cell.error, "allowed": cell.allowed,
-                    "relative": max(far for _, far in found),
-                    "where": cell.where, "ok": cell.ok,
-                }
-            )  # fmt: skip
+            yield case.row(cell, "outputs", found)
+            if back:
+                found = [
+                    case.slopes_off(machine, xs, label) for label, xs in ways if label != TOKENS
+                ]
+                yield case.row(cell, "gradients", found)
 
 
 def _machine(placed: Placed, options: Options, backend: str) -> Machine:
@@ -450,4 +491,4 @@ def _machine(placed: Placed, options: Options, backend: str) -> Machine:
     return machine
 
 
-__all__ = ["FORMS", "Placed", "RecurrenceReport", "check_recurrence", "draw"]
+__all__ = ["FORMS", "RecurrenceReport", "check_recurrence"]

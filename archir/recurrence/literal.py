@@ -48,12 +48,12 @@ def literal(
     """
     _ = rule.function  # a body that cannot be traced is refused
     xs = [np.array(x, np.float64) for x in operands]
-    extra = _leading(rule, xs)
-    sizes = _sizes(rule, xs, extra)
+    extra = leading(rule, xs)
+    sizes = sizes_of(rule, xs, extra)
     heads = max(x.shape[e - 1] if e in (1, 3) else 1 for x, e in zip(xs, extra, strict=True))
     batch, length = next(x.shape[:2] for x, e in zip(xs, extra, strict=True) if e >= 2)
     rows = rows or Rows.dense(batch, length)
-    now = _states(rule, sizes, len(rows), heads, states)
+    now = states_before(rule, sizes, len(rows), heads, states)
     flat = [
         x.reshape(batch * length, *x.shape[2:]) if e >= 2 else x
         for x, e in zip(xs, extra, strict=True)
@@ -134,7 +134,7 @@ def _most(x: np.ndarray) -> float:
     return float(np.max(np.abs(x), initial=0))
 
 
-def _leading(rule: Rule, xs: Sequence[np.ndarray]) -> list[int]:
+def leading(rule: Rule, xs: Sequence[np.ndarray]) -> list[int]:
     """How many leading axes each operand has: 3 for [B, T, H], 2 for [B, T], 1 for [H]."""
     if len(xs) != len(rule.operands):
         raise ShapeError(
@@ -155,7 +155,7 @@ def _leading(rule: Rule, xs: Sequence[np.ndarray]) -> list[int]:
     return extra
 
 
-def _sizes(rule: Rule, xs: Sequence[np.ndarray], extra: Sequence[int]) -> dict[str, int]:
+def sizes_of(rule: Rule, xs: Sequence[np.ndarray], extra: Sequence[int]) -> dict[str, int]:
     """The size of every dim of the rule."""
     sizes: dict[str, int] = {}
     for (name, shape), x, e in zip(rule.operands.items(), xs, extra, strict=True):
@@ -169,7 +169,7 @@ def _sizes(rule: Rule, xs: Sequence[np.ndarray], extra: Sequence[int]) -> dict[s
     return sizes
 
 
-def _states(
+def states_before(
     rule: Rule,
     sizes: dict[str, int],
     rows: int,

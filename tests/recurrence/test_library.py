@@ -28,9 +28,11 @@ from tests.recurrence.library import (
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 130)
 
 
-def report_of(name: str, T: int | Sequence[int], **how: Any) -> RecurrenceReport:
+def report_of(
+    name: str, T: int | Sequence[int], backends: tuple[str, ...] = ("numpy",), **how: Any
+) -> RecurrenceReport:
     rule, given = EXAMPLES[name]
-    return ar.check_recurrence(rule, T, **given, **how)
+    return ar.check_recurrence(rule, T, **given, backends=backends, **how)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -59,8 +61,11 @@ def test_why_a_rule_does_not_chunk(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["rwkv7", "cascade", "mlstm"])
 def test_emitted(name: str) -> None:
+    """With gradients, of which the literal body gives central differences."""
     report = report_of(name, 17, backends=("eager",), layouts=("left",))
     assert report.ok, report
+    assert {row["what"] for row in report.rows} == {"outputs", "gradients"}
+    assert report.worst_gradient < 1e-13 and report.rows[-1]["form"] == "body"
 
 
 @pytest.mark.parametrize("name", ["kda", "cascade", "normed"])

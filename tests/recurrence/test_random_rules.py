@@ -1,4 +1,5 @@
-"""Random affine rules: chunked in the interpreter and on eager, they are their literal loops."""
+"""Random affine rules: chunked in the interpreter and on eager, they are their literal loops; and
+so are their gradients."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 import archir as ar
-from archir.check.recurrence import Placed, draw
+from archir.check.placed import Placed, draw
 from archir.recurrence import Rule
+from archir.recurrence.backward import backward
 from archir.recurrence.literal import literal
 from archir.sequence import Rows
 from tests.recurrence.forms import BOUND, Form, Ran, chunks_of, difference, in_pieces, laid_out
@@ -47,8 +49,43 @@ def check(drawn: Drawn, data: st.DataObject, folder: Path, emit: bool) -> None:
     have = in_pieces(Form(placed, *form), layout, operands, states, rows, cuts)
     assert difference(have, want, rows) <= BOUND
     if emit:
-        ran = emitted(rule, form, layout, operands, states, lengths)
+        cotangents = [rng.uniform(-1, 1, x.shape) for x in (*want.outputs, *want.states)]
+        ran, slopes = emitted(rule, form, layout, operands, states, lengths, cotangents)
         assert difference(ran, want, rows) <= BOUND
+        right = slopes_by_token(placed, operands, states, rows, cotangents)
+        for name, x, y in zip((*operands, *rule.states), slopes, right, strict=True):
+            assert np.max(np.abs(x - y), initial=0) <= 1e-9 * np.max(np.abs(y), initial=0), name
+
+
+def slopes_by_token(
+    placed: Placed,
+    operands: dict[str, np.ndarray],
+    states: list[np.ndarray],
+    rows: Rows,
+    cotangents: list[np.ndarray],
+) -> list[np.ndarray]:
+    """Gradients by every operand and state before, of each row alone, token by token backwards."""
+    rule, count = placed.rule, len(placed.rule.outputs)
+    found = [np.zeros_like(x) for x in (*operands.values(), *states)]
+    tokens = ["T" in axes for axes in placed.axes.values()]
+
+    def flat(x: np.ndarray) -> np.ndarray:
+        return x.reshape(-1, *x.shape[2:])
+
+    for row, (start, stop, _) in enumerate(rows):
+        at, one = slice(start, stop), slice(row, row + 1)
+        xs = [flat(x)[at][None] if t else x for x, t in zip(operands.values(), tokens, strict=True)]
+        seeds = [flat(c)[at][None] for c in cotangents[:count]]
+        before, final = [s[one] for s in states], [c[one] for c in cotangents[count:]]
+        of_operands, of_states = backward(rule, xs, seeds, before, final)
+        for x, slope, t in zip(found, of_operands, tokens, strict=False):
+            if t:
+                flat(x)[at] = slope[0]
+            else:
+                x += slope
+        for x, slope in zip(found[len(operands) :], of_states, strict=True):
+            x[one] = slope
+    return found
 
 
 def emitted(
@@ -58,21 +95,25 @@ def emitted(
     operands: dict[str, np.ndarray],
     states: list[np.ndarray],
     lengths: tuple[int, ...],
-) -> Ran:
-    """What torch makes of the rows at once."""
+    cotangents: list[np.ndarray],
+) -> tuple[Ran, list[np.ndarray]]:
+    """What torch makes of the rows at once, and gradients by every operand and state before."""
     rows: dict[str, Any] = {}
     if layout == "packed":
         rows = {"cu_seqlens": [0, *np.cumsum(lengths).tolist()]}
     elif layout != "dense":
         rows = {"lengths": list(lengths), "padding": layout}
-    xs = [torch.tensor(x) for x in operands.values()]
-    initial = tuple(torch.tensor(s) for s in states)
-    with chunks_of(form[1]), torch.no_grad():
+    xs = [torch.tensor(x, requires_grad=True) for x in operands.values()]
+    initial = tuple(torch.tensor(s, requires_grad=True) for s in states)
+    with chunks_of(form[1]):
         f = ar.op(rule, "eager", form=form[0])
         outputs, after = f(*xs, initial_state=initial, return_state=True, **rows)
-    made = (outputs if isinstance(outputs, tuple) else (outputs,), after)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     after = after if isinstance(after, tuple) else (after,)
-    return Ran(tuple(x.numpy() for x in made[0]), tuple(x.numpy() for x in after))
+    seeds = [torch.tensor(c) for c in cotangents]
+    slopes = torch.autograd.grad((*outputs, *after), (*xs, *initial), seeds, materialize_grads=True)
+    ran = Ran(tuple(x.detach().numpy() for x in outputs), tuple(x.detach().numpy() for x in after))
+    return ran, [x.numpy() for x in slopes]
 
 
 def test_random_rules(tmp_path: Path) -> None:
