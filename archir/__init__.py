@@ -24,6 +24,7 @@ from archir.dsl import (
     expand_dims,
     gelu_tanh,
     heads,
+    inverse_softplus,
     l2_norm,
     layer_norm,
     linear,

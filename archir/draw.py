@@ -20,6 +20,9 @@ def draw(name: str, seed: int, init: Init, shape: tuple[int, ...]) -> np.ndarray
             return rng.random(shape, np.float32) * np.float32(high - low) + np.float32(low)
         case "log_uniform", (low, high):
             return np.log(rng.uniform(low, high, shape)).astype(np.float32)
+        case "inverse_softplus", (low, high):
+            step = np.exp(rng.uniform(np.log(low), np.log(high), shape))
+            return (step + np.log(-np.expm1(-step))).astype(np.float32)
         case "constant", (value,):
             return np.full(shape, value, np.float32)
         case "zeros", ():

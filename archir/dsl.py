@@ -102,6 +102,11 @@ def log_uniform(low: float, high: float) -> Init:
     return Init("log_uniform", (float(low), float(high)))
 
 
+def inverse_softplus(low: float, high: float) -> Init:
+    """x with softplus(x) drawn log-uniformly from [low, high): `dt_bias` of decay gates."""
+    return Init("inverse_softplus", (float(low), float(high)))
+
+
 def constant(value: float) -> Init:
     """Every element the same."""
     return Init("constant", (float(value),))

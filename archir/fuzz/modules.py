@@ -41,7 +41,8 @@ _NUMBER = st.one_of(
 )
 _INITS = (
     Init("zeros"), Init("ones"), Init("normal", (0.02,)), Init("uniform", (-1.0, 1.0)),
-    Init("log_uniform", (1.0, 16.0)), Init("constant", (0.5,)),
+    Init("log_uniform", (1.0, 16.0)), Init("inverse_softplus", (0.001, 0.1)),
+    Init("constant", (0.5,)),
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ Retrieves: the state by a query (KDA), past values by similarity within a window
 import numpy as np
 
 import archir as ar
+from specs.blocks import gated_rms_norm, softplus_gate
 
 
 @ar.config
@@ -34,16 +35,12 @@ def kda_mixer(x, _positions, c):
     q, k = ar.heads(ar.linear(x, 2 * c.heads * c.key, bias=False, name="qk"), 2, c.heads)
     v = ar.heads(ar.linear(x, c.value_heads * c.value, bias=False, name="v"), 1, c.value_heads)
     z = ar.heads(ar.linear(x, c.heads * c.key, bias=False, name="f"), 1, c.heads)
-    a_log = ar.weight("A_log", [c.heads], init=ar.log_uniform(1, 16), dtype="float32", decay=False)
-    dt_bias = ar.weight(
-        "dt_bias", [c.heads, c.key], init=ar.uniform(-4, -2), dtype="float32", decay=False
-    )
-    g = -ar.exp(a_log)[:, None] * ar.softplus(z + dt_bias)
+    g = softplus_gate(z)
     beta = ar.sigmoid(ar.linear(x, c.value_heads, bias=False, name="b"))
     o = kda(ar.l2_norm(q) * c.key**-0.5, ar.l2_norm(k), v, g, beta, name="kda")
     gate = ar.linear(x, c.value_heads * c.value, bias=False, name="gate")
-    o = ar.rms_norm(o, name="o_norm") * ar.sigmoid(ar.heads(gate, 1, c.value_heads))
-    return ar.linear(ar.merge(o), c.width, bias=False, name="o")
+    o = gated_rms_norm(o, gate, name="o_norm")
+    return ar.linear(o, c.width, bias=False, name="o")
 
 
 def attention_mixer(x, positions, c):
