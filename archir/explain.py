@@ -8,9 +8,11 @@ Everything is rendered from the canonical record; of a rule without one, the rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from archir.diagnostics import SpecError
@@ -18,10 +20,11 @@ from archir.ir import Function
 from archir.passes.choose_form import CHUNK
 from archir.recurrence import Rule
 from archir.recurrence.canonical import Reason, Record, canonical
-from archir.recurrence.equations import SECTIONS, Equations, equations, fed_by
+from archir.recurrence.equations import SECTIONS, Equation, Equations, equations, fed_by
 from archir.spec import resolve, trace
 
 SCHEMA = "archir.explain/1"
+WIDTH = 100  # columns of a line
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,6 @@ class RuleExplanation:
 
     rule: Function
     found: Record | Reason
-    outputs: tuple[str, ...] = ()
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -49,15 +51,17 @@ class RuleExplanation:
             reason = str(self.found)
             return recurrent, Form("chunk", False, reason), Form("parallel", False, reason)
         stages = self.found.stages
-        solve = "nothing is erased, so that nothing is solved"
+        solve, whole = "nothing is erased, so that nothing is solved", ""
         if any(s.value_side for s in stages):
             solve = "by substitution, as what is erased differs between values"
         elif any(s.erases for s in stages):
             solve = "one unit lower triangular solve in each"
+        if any(s.erases for s in stages):
+            whole = ", in float64, as a solve over all of them loses digits"
         return (
             recurrent,
             Form("chunk", True, f"chunks of {CHUNK} tokens, {solve}"),
-            Form("parallel", True, "one chunk of all tokens"),
+            Form("parallel", True, f"one chunk of all tokens{whole}"),
         )
 
     @cached_property
@@ -65,7 +69,7 @@ class RuleExplanation:
         """The equations; None where the rule has no canonical form."""
         if isinstance(self.found, Reason):
             return None
-        return equations(self.found, self.outputs)
+        return equations(self.found)
 
     def row(self) -> dict[str, Any]:
         """What `--json` gives."""
@@ -120,7 +124,10 @@ class RuleExplanation:
             first = max(len(label) for label, _, _ in sides)
             second = max(len(left) for _, left, _ in sides)
             for label, left, right in sides:
-                yield f"  {label:<{first}}  {left:<{second}} = {right}"
+                head = f"  {label:<{first}}  {left:<{second}} = "
+                for line in _filled(right, WIDTH - len(head)):
+                    yield head + " ".join(line)
+                    head = " " * len(head)
 
     def latex(self) -> str:
         """The equations in `align*`, for amsmath; of a rule without, the reason in a comment."""
@@ -133,8 +140,7 @@ class RuleExplanation:
                 continue
             title = _title(section, self.equations).replace("…", r"\dots")
             lines += [f"% {self.rule.name}: {title}", r"\begin{align*}"]
-            ends = [r" \\"] * (len(here) - 1) + [""]
-            lines += [f"  {e.latex}{end}" for e, end in zip(here, ends, strict=True)]
+            lines += [" \\\\\n".join(f"  {row}" for e in here for row in _latex_rows(e))]
             lines += [r"\end{align*}"]
         return "\n".join(lines)
 
@@ -166,7 +172,7 @@ def explain(given: Any, preset: str | None = None, config: Any = None) -> Explan
     """
     found = resolve(given)
     if isinstance(found, Rule):
-        return Explanation((_explained(found.function, tuple(found.outputs)),))
+        return Explanation((_explained(found.function),))
     module = trace(found, preset, config)
     names = dict.fromkeys(
         op.attrs["rule"].name
@@ -183,8 +189,48 @@ def explain(given: Any, preset: str | None = None, config: Any = None) -> Explan
     return Explanation(tuple(_explained(module[name]) for name in names))
 
 
-def _explained(rule: Function, outputs: Sequence[str] = ()) -> RuleExplanation:
-    return RuleExplanation(rule, canonical(rule), tuple(outputs))
+def _explained(rule: Function) -> RuleExplanation:
+    return RuleExplanation(rule, canonical(rule))
+
+
+# ---- lines
+
+
+_SIGNS = re.compile(
+    r"(?P<open>[(\[{⟨]|\\left|\\langle|\\begin)|(?P<close>[)\]}⟩]|\\right|\\rangle|\\end)"
+    r"| (?=[+−-] )"
+)
+
+
+def _terms(text: str) -> list[str]:
+    """`a`, `+ b`, `− c` of the sum that a text is, or LaTeX; what stands in brackets is whole."""
+    found, depth, start = [], 0, 0
+    for sign in _SIGNS.finditer(text):
+        depth += (sign["open"] is not None) - (sign["close"] is not None)
+        if sign[0] == " " and not depth:
+            found.append(text[start : sign.start()])
+            start = sign.end()
+    return [*found, text[start:]]
+
+
+def _filled(text: str, room: int) -> list[list[str]]:
+    """The terms of a sum by lines, each with as many as have room."""
+    lines: list[list[str]] = []
+    for term in _terms(text):
+        if lines and len(" ".join([*lines[-1], term])) <= room:
+            lines[-1].append(term)
+        else:
+            lines.append([term])
+    return lines
+
+
+def _latex_rows(equation: Equation) -> Iterator[str]:
+    """An equation as rows of `align*`, broken after the terms where its text would be."""
+    left, right = equation.text.split(" = ", 1)
+    terms, sign = iter(_terms(equation.latex)), ""
+    for line in _filled(right, WIDTH - len(left)):
+        yield sign + " ".join(islice(terms, len(line)))
+        sign = r"&\quad "
 
 
 def _title(section: str, found: Equations) -> str:

@@ -9,12 +9,12 @@ either side or packed equal each row alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from archir.diagnostics import UnsupportedError, nearest
 from archir.ir import Module, Op
+from archir.passes import choose_form as forms
 from archir.passes.canonicalize import canonicalize
-from archir.passes.choose_form import choose_form
 from archir.passes.expand import expand
 from archir.passes.fuse import fuse
 from archir.passes.head import head
@@ -29,9 +29,9 @@ class Options:
     """What a module is lowered for.
 
     phase: full, prefill or decode.  layout: dense or ragged.  head: all, last or loss.
-    dtype: the model's.  form: auto, recurrent, chunk or parallel.  taps: whether inner values are
-    kept.  training: whether dropout draws.  backend: who will print it; without one, ops that
-    every backend has.
+    dtype: the model's.  form: auto, recurrent, chunk or parallel.  chunk: tokens of one.  taps:
+    whether inner values are kept.  training: whether dropout draws.  backend: who will print it;
+    without one, ops that every backend has.
     """
 
     phase: str = "full"
@@ -44,6 +44,7 @@ class Options:
     taps: bool = True
     training: bool = False
     backend: str | None = None
+    chunk: int = field(default_factory=lambda: forms.CHUNK)
 
     def keeps(self, op: Op, module: Module) -> bool:
         """Whether the backend takes an op as it is, and needs it neither fused nor expanded."""
@@ -60,10 +61,10 @@ def _specialize(module: Module, o: Options) -> Module:
 PASSES: tuple[tuple[str, Callable[[Module, Options], Module]], ...] = (
     ("specialize", _specialize),
     ("canonicalize", lambda module, _: canonicalize(module)),
-    ("form", lambda module, o: choose_form(module, o.form, o.keeps)),
+    ("form", lambda module, o: forms.choose_form(module, o.form, o.keeps, o.chunk)),
     ("precision", lambda module, o: precision(module, o.dtype, o.param_dtype, o.state_dtype)),
     ("fuse", lambda module, o: fuse(module, o.keeps)),
-    ("expand", lambda module, o: expand(module, o.keeps)),
+    ("expand", lambda module, o: expand(module, o.keeps, o.chunk)),
 )
 STAGES = ("trace", *(name for name, _ in PASSES))
 

@@ -78,7 +78,12 @@ def _take(op: Op, candidates: tuple[Candidate, ...], form: str) -> str:
     return legal[0].form
 
 
-def choose_form(module: Module, form: str = "auto", keeps: Keeps = lambda op, _: False) -> Module:
+def choose_form(
+    module: Module,
+    form: str = "auto",
+    keeps: Keeps = lambda op, _: False,
+    chunk: int = CHUNK,
+) -> Module:
     """Writes the chosen form into each op.
 
     keeps: whether the backend has a kernel for an op. `auto` takes that for a recurrence, else
@@ -92,7 +97,7 @@ def choose_form(module: Module, form: str = "auto", keeps: Keeps = lambda op, _:
         if form == "auto" and attrs["form"] == "chunk":
             kernel = {**attrs, "form": "recurrent"}
             has_kernel = keeps(replace(op, attrs=kernel), module)
-            attrs = kernel if has_kernel else {**attrs, "below": CHUNK}
+            attrs = kernel if has_kernel else {**attrs, "below": chunk}
         new.copy(op, attrs=attrs)
         return True
 

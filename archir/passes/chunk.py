@@ -10,6 +10,11 @@
 
 Where a row has ended its last token is repeated, so that a rule never sees an invented number, and
 its parts are made neutral: nothing is forgotten, erased or written.
+
+The parallel form of a rule that erases is computed in float64. What a token erases is a sum over
+all before it that nearly cancels, so that in float32 errors grow as √T: at T = 512 of DeltaNet to
+1.1e-6 where the recurrent form has 1.8e-7. The scores, the solve and the sums all have their part
+in it, and solving in blocks of 16 changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +25,6 @@ from archir import dims, types
 from archir.dims import Poly
 from archir.ir import Function, Op, Operand, Ref, Value
 from archir.ops.state import placed, state_axes
-from archir.passes.choose_form import CHUNK
 from archir.passes.rewrite import Rewriter
 from archir.recurrence.canonical import Record, Stage, canonical
 from archir.recurrence.chunk import (
@@ -36,28 +40,44 @@ from archir.types import Tensor
 Size = int | Poly
 
 
-def chunked(new: Rewriter, op: Op) -> None:
-    """Writes a state update of form "chunk" or "parallel"."""
+def chunked(new: Rewriter, op: Op, chunk: int) -> None:
+    """Writes a state update of form "chunk", of so many tokens each, or "parallel"."""
     rule = new.functions[op.attrs["rule"].name]
     record = canonical(rule)
     assert isinstance(record, Record)
-    _Chunked(new, op, rule, record).run()
+    if op.attrs["form"] == "parallel" and any(stage.erases for stage in record.stages):
+        rule = _in_float64(rule)
+        record = canonical(rule)
+        assert isinstance(record, Record)
+    _Chunked(new, op, rule, record, chunk).run()
+
+
+def _in_float64(rule: Function) -> Function:
+    """A rule with float64 for its float type."""
+    new = Rewriter(rule, {})
+    first = _tensor(rule.inputs[0]).dtype
+    new.keep_signature(lambda value: _tensor(value).with_dtype("f64"))
+    for op in rule.ops:
+        given = {k: "f64" if k == "dtype" and v == first else v for k, v in op.attrs.items()}
+        new.copy(op, attrs=given)
+    return new.finish()
 
 
 class _Chunked:
-    def __init__(self, new: Rewriter, op: Op, rule: Function, record: Record) -> None:
+    def __init__(self, new: Rewriter, op: Op, rule: Function, record: Record, chunk: int) -> None:
         self.new, self.op, self.rule, self.record = new, op, rule, record
         states, count = state_axes(rule)
         operands = [new.value(x) for x in op.values]
         xs, before, self.seq = operands[:count], operands[count:-1], operands[-1]
+        self.wide = _tensor(rule.inputs[0]).dtype
+        before = [self.as_dtype(x, self.wide) for x in before]
         self.before = {f"S{i}": x for i, x in enumerate(before, 1)}
-        first = _tensor(before[0])
-        rows, self.heads, self.wide = *first.shape[:2], first.dtype
+        rows, self.heads = _tensor(before[0]).shape[:2]
         whole = op.attrs["form"] == "parallel"
-        self.chunk: int | str = "whole" if whole else CHUNK
+        self.chunk: int | str = "whole" if whole else chunk
         step = dims.symbol("J")
         self.lead: tuple[Size, ...] = (
-            (1, rows, step, self.heads) if whole else (step, rows, CHUNK, self.heads)
+            (1, rows, step, self.heads) if whole else (step, rows, chunk, self.heads)
         )
         self.binding: dict[str, Size] = {}
         self.operands, self.like = [], xs[0]
@@ -71,7 +91,7 @@ class _Chunked:
             self.operands.append(self.placed(x, lead, inner))
 
     def placed(self, x: Value, leading: str, inner: tuple[Size, ...]) -> Value:
-        """An operand by step and for every head, in the dtype of states."""
+        """An operand by step and for every head, in the dtype of the rule."""
         x = self.as_dtype(x, self.wide)
         if "T" in leading:
             x = self.emit("steps", x, self.seq, chunk=self.chunk)
@@ -107,11 +127,15 @@ class _Chunked:
             after[stage.state], more = self.scanned(stage, found)
             reads |= more
         made = self.each_token(output_function(self.record, read_names(stages)), reads)
+        results = [_tensor(result).dtype for result in op.results]
         outputs = []
-        for y, result in zip(made, op.results, strict=False):
-            y = self.as_dtype(y, _tensor(result).dtype)
+        for y, dtype in zip(made, results, strict=False):
+            y = self.as_dtype(y, dtype)
             outputs.append(self.emit("unsteps", y, self.like, self.seq, chunk=self.chunk))
         kept = [after[name] for name in self.before]
+        kept = [
+            self.as_dtype(x, dtype) for x, dtype in zip(kept, results[len(made) :], strict=True)
+        ]
         self.new.values.update(zip(op.results, (*outputs, *kept), strict=True))
 
     def each_token(self, function: Function, reads: dict[str, Value]) -> list[Value]:

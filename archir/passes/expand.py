@@ -20,6 +20,7 @@ from archir.dims import Poly
 from archir.ir import Function, Module, Op, Ref, Value
 from archir.ops.state import placed, state_axes
 from archir.passes.canonicalize import merge
+from archir.passes.choose_form import CHUNK
 from archir.passes.chunk import chunked
 from archir.passes.fuse import Keeps
 from archir.passes.rewrite import Rewriter
@@ -27,7 +28,7 @@ from archir.recurrence.lift import batch
 from archir.types import Tensor
 
 
-def expand(module: Module, keeps: Keeps = lambda op, module: False) -> Module:
+def expand(module: Module, keeps: Keeps = lambda op, module: False, chunk: int = CHUNK) -> Module:
     """Writes pointwise functions and recurrent state updates as tensor ops, equal ones once; what
     the backend `keeps` stays."""
     functions: dict[str, Function] = {}
@@ -46,7 +47,7 @@ def expand(module: Module, keeps: Keeps = lambda op, module: False) -> Module:
             elif "below" in op.attrs:
                 _guarded(new, op, run)
             elif op.attrs.get("form") in ("chunk", "parallel"):
-                chunked(new, op)
+                chunked(new, op, chunk)
             else:
                 _recurrent(new, op, ragged)
         return new.finish()

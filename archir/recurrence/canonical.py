@@ -3,7 +3,8 @@
     S_t = a ⊙ S_{t−1} + Σ_r x_r (e_r ⊙ (p_rᵀ S_{t−1})) + Σ_j w_j y_jᵀ      read_m = r_mᵀ S_{t−1}
 
 a is 1, a number or a vector over keys; x, p, w, r are vectors over keys, y over values, e a number
-or a vector over values. Each state is a stage; one that is fed by reads of others comes after them
+or a vector over values. A vector of which nothing is summed has values alone, and a may be a vector
+over them. Each state is a stage; one that is fed by reads of others comes after them
 (a cascade). Outputs are functions of reads and operands. What is not of this form has a reason, and
 runs token by token.
 """
@@ -74,10 +75,12 @@ class Stage:
 
     @property
     def decay_kind(self) -> str:
-        """`none`, `scalar` or `key`."""
+        """`none`, `scalar`, `key` or `value`."""
         if self.decay is None:
             return "none"
-        return "key" if KEY in self.decay.free else "scalar"
+        if KEY in self.decay.free:
+            return "key"
+        return "value" if VALUE in self.decay.free else "scalar"
 
     @property
     def value_side(self) -> bool:
@@ -269,7 +272,7 @@ class _Canonical:
             else:
                 erased.append((rest, _at_key(atom)))
         kept = decay.free
-        if VALUE in kept:
+        if VALUE in kept and place is not None:
             what = "per key and value (K×V)" if KEY in kept else "per value"
             said = f"{self.names[name]} decays {what}"
             raise _Refused(f"{said}: only a decay per key can be chunked", new.loc)

@@ -214,7 +214,7 @@ def _value(x: Operand) -> Value:
 
 def token_function(record: Record, stage: Stage, reads: Sequence[str]) -> Function:
     """(operands, reads of earlier stages) of a token → its `parts`, [rank, K] or [rank, V]; the
-    decay is [K] or a number, e is [rank] or [rank, V]."""
+    decay is [K], [V] or a number, e is [rank] or [rank, V]."""
     new = Writer(record, f"{record.rule.name}_{record.names[stage.state]}_terms", reads)
     key: Size = dims.symbol(stage.key) if stage.key else 1
     value: Size = dims.symbol(stage.value) if stage.value else 1
@@ -226,8 +226,9 @@ def token_function(record: Record, stage: Stage, reads: Sequence[str]) -> Functi
 
     found: dict[str, Value] = {}
     if stage.decay is not None:
-        scalar = stage.decay_kind == "scalar"
-        order, shape = ((), ()) if scalar else ((KEY,), (key,))
+        order, shape = {"key": ((KEY,), (key,)), "value": ((VALUE,), (value,))}.get(
+            stage.decay_kind, ((), ())
+        )
         found["a"] = new.tensor(stage.decay, order, shape)
     if stage.erases:
         found["x"] = rows([t.x for t in stage.erases], KEY, key)
@@ -274,6 +275,8 @@ class _Within(Rewriter):
         self.stage, self.size = stage, size
         self.dtype = _dtype(record)
         self.K, self.V = _sizes(stage)
+        own = {"key": (self.K,), "value": (self.V,)}
+        self.decaying: tuple[Size, ...] = own.get(stage.decay_kind, ())
 
     def run(self) -> tuple[Function, tuple[str, ...]]:
         """The function of parts, and the names of its results."""
@@ -283,8 +286,7 @@ class _Within(Rewriter):
         last = {"x": K, "p": K, "w": K, "r": K, "y": V, "e": V if stage.value_side else 1}
         part: dict[str, Value] = {}
         for name in parts(stage):
-            shape = (C, ranks[name], last[name]) if name != "a" else (C,)
-            shape = (C, K) if name == "a" and stage.decay_kind == "key" else shape
+            shape = (C, ranks[name], last[name]) if name != "a" else (C, *self.decaying)
             part[name] = self.input(name, Tensor(self.dtype, shape))
         self.masks(part.get("a"))
         found: dict[str, Value] = {}
@@ -295,14 +297,20 @@ class _Within(Rewriter):
             found["r"] = self.entered(part["r"])
             if stage.erases:
                 found["A"] = self.scores(part["r"], part["x"], "A")
-            if along is not None:
+            if along is not None and stage.decay_kind == "value":
+                found["seen"] = self.each_value(part["r"], along, part["y"])
+            elif along is not None:
                 scores = found["A"] if stage.shared else self.scores(part["r"], along, "B")
                 found["seen"] = self.applied(scores, part["y"])
         if stage.erases:
             found["x"] = self.leaving(part["x"])
         if along is not None:
-            keys = found["x"] if stage.shared else self.leaving(along)
-            found["new"] = self.emit("einsum", keys, part["y"], equation="jbk,jbv->kv", hint="new")
+            keys, y = found["x"] if stage.shared else along, part["y"]
+            if stage.decay_kind == "value":
+                y = self.leaving(y)
+            elif not stage.shared:
+                keys = self.leaving(keys)
+            found["new"] = self.emit("einsum", keys, y, equation="jbk,jbv->kv", hint="new")
         if self.whole is not None:
             found["whole"] = self.whole
         outputs = tuple(found.values())
@@ -320,28 +328,28 @@ class _Within(Rewriter):
         self.first = self.between = self.whole = self.end = None
         if a is None:
             return
-        key = self.stage.decay_kind == "key"
-        one = self.emit("fill", shape=(1, self.K) if key else (1,), value=1.0, dtype=self.dtype)
+        own = self.decaying
+        one = self.emit("fill", shape=(1, *own), value=1.0, dtype=self.dtype)
         shifted = self.emit("concat", one, a, axis=0, hint="a")  # the decay of the token before
         self.first, whole = self.rows(self.emit("cumprod", shifted, axis=0, hint="decay"))
         later = self.emit("less", self.emit("add", j, 1.0), i, hint="later")
         each = self.emit("expand_dims", shifted, axes=(1,), hint="a")
-        later = self.emit("expand_dims", later, axes=(2,), hint="later") if key else later
+        later = self.emit("expand_dims", later, axes=(2,), hint="later") if own else later
         steps = self.emit("where", later, each, 1.0, hint="steps")
         self.between, end = self.rows(self.emit("cumprod", steps, axis=0, hint="between"))
-        shape = (C, 1, self.K) if key else (C, 1, 1)
-        self.end = self.emit("reshape", end, shape=shape, hint="end")
-        self.whole = self.emit("reshape", whole, shape=(self.K, 1) if key else (1, 1), hint="whole")
+        self.end = self.emit("reshape", end, shape=(C, 1, *(own or (1,))), hint="end")
+        shape = (self.K, 1) if self.stage.decay_kind == "key" else (1, *(own or (1,)))
+        self.whole = self.emit("reshape", whole, shape=shape, hint="whole")
 
     def rows(self, x: Value) -> tuple[Value, Value]:
         """[C + 1, …] → its first C rows and its last one."""
         return self.emit("split", x, sizes=(self.size, 1), axis=0, hint=x.name)
 
     def entered(self, u: Value) -> Value:
-        """u ⊙ E(·⁻, 0), [C, rank, K]"""
+        """u ⊙ E(·⁻, 0), [C, rank, K]; [C, rank, V] where values decay"""
         if self.first is None:
             return u
-        axes = (1,) if self.stage.decay_kind == "key" else (1, 2)
+        axes = (1,) if self.decaying else (1, 2)
         return self.emit("mul", u, self.emit("expand_dims", self.first, axes=axes), hint=u.name)
 
     def leaving(self, u: Value) -> Value:
@@ -385,6 +393,13 @@ class _Within(Rewriter):
                 found[name] = self.emit("reshape", made, shape=(C, rank, size), hint=name)
         return found
 
+    def each_value(self, r: Value, w: Value, y: Value) -> Value:
+        """Σ_j ⟨r_i, w_j⟩ E(i⁻, j) ⊙ y_j where values decay, each by its own, [C, rank, V]"""
+        assert self.between is not None
+        earlier = self.emit("expand_dims", self.before, axes=(2,), hint="earlier")
+        between = self.emit("where", earlier, self.between, 0.0, hint="between")
+        return self.emit("einsum", r, w, between, y, equation="iak,jbk,ijv,jbv->iav", hint="seen")
+
     def applied(self, scores: Value, y: Value) -> Value:
         """Σ_j scores_ij y_j, [C, rank, V]"""
         return self.emit("einsum", scores, y, equation="iajb,jbv->iav", hint="seen")
@@ -426,7 +441,10 @@ class _Across(Rewriter):
 
     def entered(self, u: Value, S: Value, more: Value | None) -> Value:
         """uᵀ S, and what is added to it"""
-        made = self.emit("einsum", u, S, equation="iak,kv->iav", hint="U")
+        if self.stage.decay_kind == "value":  # u is over values, by which what is read decays
+            made = self.emit("mul", u, S, hint="U")
+        else:
+            made = self.emit("einsum", u, S, equation="iak,kv->iav", hint="U")
         return made if more is None else self.emit("add", made, more, hint="U")
 
     def solved(self, u: Value, lower: Value, e: Value) -> Value:

@@ -36,7 +36,7 @@ from archir.types import Tensor
 
 Section = Literal["terms", "recurrent", "chunk", "outputs"]
 SECTIONS: tuple[Section, ...] = ("terms", "recurrent", "chunk", "outputs")
-NONE, SCALAR, PER_KEY = "none", "scalar", "key"  # kinds of decay
+NONE, SCALAR, PER_KEY, PER_VALUE = "none", "scalar", "key", "value"  # kinds of decay
 
 # Letters by what they mean; the first that the rule does not use itself is taken, or a′, a″, …
 LETTERS = {
@@ -71,13 +71,10 @@ class Equations:
     letters: Mapping[str, str]
 
 
-def equations(record: Record, outputs: Sequence[str] = ()) -> Equations:
-    """The equations of a record.
-
-    outputs: their names; o, or o1, o2, …, unless given.
-    """
-    writer = _Writer(record, Text(), outputs)
-    text, latex = writer.run(), _Writer(record, Latex(), outputs).run()
+def equations(record: Record) -> Equations:
+    """The equations of a record."""
+    writer = _Writer(record, Text())
+    text, latex = writer.run(), _Writer(record, Latex()).run()
     found = [
         Equation(section, label, shown, tex)
         for (section, label, shown), (_, _, tex) in zip(text, latex, strict=True)
@@ -117,11 +114,11 @@ class _Taken:
 class _Writer:
     """Writes the equations of a record in one notation."""
 
-    def __init__(self, record: Record, notation: Text, outputs: Sequence[str]) -> None:
+    def __init__(self, record: Record, notation: Text) -> None:
         self.record, self.n = record, notation
         self.found: list[tuple[Section, str, str]] = []
         rule = record.rule
-        self.outputs = [*outputs] or _output_names(len(record.outputs))
+        self.outputs = rule.output_names[rule.attrs["states"] :]
         self.names = {name: _plain_name(v, rule) for name, v in _inputs(rule).items()}
         names = {*self.names.values()} | {*self.outputs}
         names |= {str(d) for v in rule.inputs for d in _shape(v)}
@@ -429,7 +426,7 @@ class _Stage:
         w, stage = self.w, self.stage
         self.decay = _Part(None)
         if stage.decay is not None and stage.decay.number is None:
-            index = KEY if self.kind == PER_KEY else ""
+            index = {PER_KEY: KEY, PER_VALUE: VALUE}.get(self.kind, "")
             self.decay = w.part("decay", "decay", stage, [stage.decay], index)
         self.x = self.p = self.e = self.v = self.y = self.r = _Part(None)
         if stage.erases:
@@ -455,7 +452,8 @@ class _Stage:
         shape = " × ".join(axes) + ("" if len(axes) > 1 else " numbers" if axes else "one number")
         yield "shape", shape + (", keys are its second axis" if stage.place else "")
         decay = "" if self.kind == NONE else self.token_decay(w.i)
-        says = {NONE: "none", SCALAR: "a number", PER_KEY: "a number per key"}[self.kind]
+        each = {PER_KEY: "a number per key", PER_VALUE: "a number per value"}
+        says = {NONE: "none", SCALAR: "a number", **each}[self.kind]
         yield "decay", says + (f": {decay}" if decay else "")
         if stage.erases:
             x, p = w.put(self.x, w.i, w.m), w.put(self.p, w.i, w.m)
@@ -492,10 +490,12 @@ class _Stage:
         return self.n.symbol(Symbol(self.name), at)
 
     def scaled(self, by: str, x: str) -> Piece:
-        """Keys, times decays."""
-        if self.kind == NONE:
+        """What decays, times decays."""
+        if self.kind == NONE or not by:
             return Piece(x)
-        return Piece(by + (self.n.each if self.kind == PER_KEY else self.n.times) + x, PRODUCT)
+        if not x:
+            return Piece(by)
+        return Piece(by + (self.n.times if self.kind == SCALAR else self.n.each) + x, PRODUCT)
 
     def times(self, *factors: str) -> Piece:
         """A product of what is there."""
@@ -509,9 +509,9 @@ class _Stage:
         i, stage, n = self.w.i, self.stage, self.n
         keys = "" if part.one else self.w.put(part, i, row)
         if stage.key is None:
-            return self.times(by, keys, S)
+            return self.times(keys, self.scaled(by, S).text)
         outside = by if self.kind == SCALAR else ""
-        inside = Piece(keys) if self.kind == SCALAR or not by else self.scaled(by, keys)
+        inside = Piece(keys) if self.kind == SCALAR else self.scaled(by, keys)
         if stage.value is None:
             return self.times(outside, n.inner(S, inside.text))
         S = S if stage.place else n.transposed(S)
@@ -524,6 +524,8 @@ class _Stage:
         u = "" if left.one else w.put(left, i, w.m)
         v = "" if right.one else w.put(right, j, w.u)
         between = "" if self.kind == NONE else self.between()
+        if self.stage.key is None and not u and not v:
+            return between
         if self.stage.key is None:
             made = self.times(between, u, v)
         elif self.kind == PER_KEY:
@@ -545,7 +547,8 @@ class _Stage:
         sign = n.over("Σ", f"{w.j}<{w.i}")
         sign += n.over("Σ", f"{w.u}<={part.count}") if part.count > 1 else ""
         y = "" if part.one else w.put(part, w.j, w.u)
-        return Piece(sign + self.times(score, y).text, PRODUCT)
+        made = self.scaled(score, y) if self.kind == PER_VALUE else self.times(score, y)
+        return Piece(sign + made.text, PRODUCT)
 
     def written(self, keys: _Part, y: _Part, token: str, row: str, by: str) -> Piece:
         """What one term of a token leaves in the state, decayed by `by`."""
@@ -553,12 +556,11 @@ class _Stage:
         x = "" if keys.one else w.put(keys, token, row)
         v = "" if y.one else w.put(y, token, row)
         if stage.key is None:
-            return self.times(by, x, v)
+            return self.times(x, self.scaled(by, v).text)
         if stage.value is None:
-            made = self.scaled(by, x) if by else Piece(x)
-            return self.times(v, made.text)
+            return self.times(v, self.scaled(by, x).text)
         outside = by if self.kind == SCALAR else ""
-        inside = Piece(x) if self.kind == SCALAR or not by else self.scaled(by, x)
+        inside = Piece(x) if self.kind == SCALAR else self.scaled(by, x)
         x = closed(n, inside, POWER)
         made = v + n.side + n.transposed(x) if stage.place else x + n.side + n.transposed(v)
         return self.times(outside, made)
@@ -570,7 +572,7 @@ class _Stage:
             return S
         if self.kind == SCALAR:
             return self.times(by, S).text
-        if self.stage.value is None:
+        if self.stage.value is None or self.kind == PER_VALUE:
             return self.scaled(by, S).text
         by = n.diagonal(by)
         return S + n.side + by if self.stage.place else by + n.side + S
@@ -688,10 +690,6 @@ class _Stage:
 
 
 # ---- of records
-
-
-def _output_names(count: int) -> list[str]:
-    return ["o"] if count == 1 else [f"o{at}" for at in range(1, count + 1)]
 
 
 def _inputs(rule: Function) -> dict[str, Value]:

@@ -148,9 +148,13 @@ def steps(x: Tensor, seq: Rows, chunk: int | str = 0) -> Tensor:
     """
     if seq.full and not chunk:
         return x.transpose(0, 1)
-    if seq.full and (chunk == "whole" or seq.length % int(chunk) == 0) and seq.length:
-        size = seq.length if chunk == "whole" else int(chunk)
-        return x.unflatten(1, (-1, size)).transpose(0, 1)
+    if seq.full and seq.length:
+        if chunk == "whole":
+            return x[None]
+        more = -seq.length % int(chunk)
+        if more:
+            x = torch.cat([x, x[:, -1:].expand(-1, more, *x.shape[2:])], 1)
+        return x.unflatten(1, (-1, int(chunk))).transpose(0, 1)
     index = torch.from_numpy(seq.grid(chunk)[0]).to(x.device)
     if not x.numel():
         return x.new_zeros(*index.shape, *x.shape[2:])
@@ -172,7 +176,62 @@ def unsteps(y: Tensor, like: Tensor, seq: Rows, chunk: int | str = 0) -> Tensor:
 
 def valid(seq: Rows, device: torch.device, chunk: int | str = 0) -> Tensor:
     """Whether row r still has a j-th token, bool[J, R], or as `steps` arranges them."""
+    if seq.full and chunk and seq.length:
+        size = seq.length if chunk == "whole" else int(chunk)
+        count = -(-seq.length // size)
+        token = torch.arange(count * size, device=device).view(count, 1, size)
+        return (token < seq.length).expand(-1, len(seq), -1)
     return torch.from_numpy(seq.grid(chunk)[1]).to(device)
+
+
+def cumprod(x: Tensor, axis: int) -> Tensor:
+    """y_i = x_0 · … · x_i, one product after another.
+
+    torch's own divides by its factors to make gradients, which loses a subnormal one; products
+    have the product rule.
+    """
+    made: list[Tensor] = []
+    for factor in x.unbind(axis):
+        made.append(made[-1] * factor if made else factor)
+    return torch.stack(made, axis) if made else x
+
+
+class _Cumprod(torch.autograd.Function):
+    """y_i = x_0 · … · x_i, for compilers. Its gradient is y_{i−1} r_i with r_i = dy_i +
+    x_{i+1} r_{i+1}, made by doubling: r takes in what lies 1, 2, 4, … places ahead."""
+
+    @staticmethod
+    def forward(x: Tensor, axis: int) -> Tensor:
+        return x.cumprod(axis)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
+        ctx.axis = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (x, y), axis, r, step = ctx.saved_tensors, ctx.axis, grad, 1
+        n = x.shape[axis]
+        if n < 2:
+            return grad, None
+        factors = x.narrow(axis, 1, n - 1)  # of r_{i+step} in r_i
+        while step < n - 1:  # r_0 comes last: compilers fix a length that a slice takes to 1
+            near, end = r.split([n - step, step], axis)
+            ahead = r.narrow(axis, step, n - step)
+            r = torch.cat([torch.addcmul(near, factors, ahead), end], axis)
+            if 2 * step < n - 1:
+                left = n - 2 * step
+                factors = factors.narrow(axis, 0, left) * factors.narrow(axis, step, left)
+            step *= 2
+        later = r.narrow(axis, 1, n - 1)
+        first = grad.narrow(axis, 0, 1) + x.narrow(axis, 1, 1) * later.narrow(axis, 0, 1)
+        return torch.cat([first, y.narrow(axis, 0, n - 1) * later], axis), None
+
+
+def long_cumprod(x: Tensor, axis: int) -> Tensor:
+    """`cumprod` along an axis whose length a compiler need not know, so that it cannot unroll."""
+    return _Cumprod.apply(x, axis) if torch.compiler.is_compiling() else cumprod(x, axis)
 
 
 def substitute(lower: Tensor, b: Tensor, e: Tensor | None = None) -> Tensor:

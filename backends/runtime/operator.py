@@ -7,7 +7,7 @@ ranks, inner sizes, heads and dtypes. Batches and tokens are free.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from archir import dims, types
 from archir.diagnostics import MismatchError, ShapeError
 from archir.ops.state import placed
-from archir.pipeline import lower
+from archir.pipeline import Options, lower
 from archir.provide import active, mark
 from archir.recurrence import Rule
 from backends.api import KernelRecords
@@ -138,9 +138,9 @@ class Operator:
             kept, lead, shape = operands[i]
             declared[names[i]] = types.Tensor(kept, (*(grid if "T" in lead else ()), *shape))
         traced = mark(self.rule.trace(declared), self._provided, dtype)
-        options = (self._backend.name, self._form, dtype)
-        versions = (torch.__version__, self._backend.target())
-        folder = cache.folder(f"op_{self.rule.name}", str(traced), *options, *versions)
+        options = Options(dtype=dtype, form=self._form, backend=self._backend.name)
+        parts = [*astuple(options), torch.__version__, self._backend.target()]
+        folder = cache.folder(f"op_{self.rule.name}", str(traced), *map(str, parts))
         title = f"{self.rule.name} as a function"
         name = f"{self.rule.name}_{layout}"
         if not cache.intact(folder / f"{name}.py"):

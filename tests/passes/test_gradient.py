@@ -200,7 +200,10 @@ def test_random_functions(module: Module) -> None:
             continue
         note(str(part))
         check_differences(part, given, functions)
-        if not any(op.kind == "floor_divide" for op in part.ops):
+        results = (v.type for op in part.ops for v in op.results)
+        narrow = any(isinstance(t, Tensor) and t.dtype in ("f32", "bf16", "f16") for t in results)
+        floored = any(op.kind == "floor_divide" for op in part.ops)
+        if not floored and not narrow:  # to which torch rounds, and the interpreter does not
             check_torch(part, given, functions)
 
 

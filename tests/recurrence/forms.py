@@ -3,18 +3,16 @@ the literal loop."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from archir.check.batch import lay_out, place
-from archir.check.recurrence import Placed
+from archir.check.placed import Placed
 from archir.interp import empty_state, interpret, to_dtype
 from archir.ir import Module
 from archir.pipeline import lower
@@ -28,14 +26,11 @@ BOUND = 1e-12  # of the running maximum of |S| and |o| (D16)
 
 @contextmanager
 def chunks_of(size: int) -> Iterator[None]:
-    """Chunks of so many tokens wherever they are chosen; emitted files go to their own folder."""
-    from archir.passes import choose_form, chunk
+    """Chunks of so many tokens wherever they are chosen."""
+    from archir.passes import choose_form
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose_form, "CHUNK", size)
-        patch.setattr(chunk, "CHUNK", size)
-        if size != 16 and "ARCHIR_CACHE" in os.environ:
-            patch.setenv("ARCHIR_CACHE", str(Path(os.environ["ARCHIR_CACHE"]) / f"chunks_{size}"))
         yield
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 import archir as ar
-from archir.check.recurrence import Placed
-from archir.check.recurrence import draw as drawn
+from archir.check.placed import Placed
+from archir.check.placed import draw as drawn
 from archir.recurrence import Rule
 from tests.specs.kda import kda
 
@@ -133,6 +133,13 @@ def read_first(S, q, k, v, a):
     return a[:, None] * S + np.outer(k, v), o
 
 
+@ar.recurrence("x:V a:V i: -> o:V", domain={"a": "0..1", "i": "0..1"})
+def rg_lru(h, x, a, i):
+    """De et al. 2024, Griffin, arXiv 2402.19427: values of a vector decay at their own rates."""
+    h = a * h + np.sqrt(1 - a**2) * (i * x)
+    return h, h
+
+
 # ---- rules that run token by token only
 
 
@@ -238,6 +245,7 @@ CHUNKABLE: dict[str, tuple[Rule, dict[str, Any]]] = {
         (cascade, {"heads": {**TWO_GROUPS, "v": 2}}),
         (value_by_key, {"heads": {**TWO_GROUPS, "a": 2}, "axes": {"a": "H"}}),
         (read_first, {"heads": 2, "axes": {"a": ""}}),
+        (rg_lru, {"heads": 2, "axes": {"i": "BT"}}),
     )
 }
 RECURRENT_ONLY: dict[str, tuple[Rule, dict[str, Any]]] = {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from archir.check.recurrence import Placed, draw
+from archir.check.placed import Placed, draw
 from archir.recurrence import Rule
 from archir.recurrence.canonical import Reason, Record, canonical, show
 from archir.recurrence.literal import literal

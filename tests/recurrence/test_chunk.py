@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import archir as ar
+from archir.check.tolerance import distance
 from archir.recurrence.literal import literal
 from tests.recurrence.forms import BOUND, Form, Ran, chunks_of, cut, difference, laid_out, start
 from tests.recurrence.library import CHUNKABLE, draw, placed
@@ -95,6 +96,45 @@ def test_the_whole_product(name: str) -> None:
             check_forms(name, T, layout, FORMS)
         cuts = sorted(np.random.default_rng(T).integers(0, T + 1, 3).tolist())
         check_pieces(name, T, [*cuts, cuts[-1]], FORMS)
+
+
+# ---- float32
+
+
+def check_float32(name: str, T: int) -> None:
+    """As near to the literal loop in float64 as D16 asks, on NumPy and torch; the anchor is the
+    recurrent form in float32."""
+    operands = {k: x.astype("float32") for k, x in draw(name, 2, T, T).items()}
+    want = literal(placed(name).rule, list(operands.values()))
+    anchor = Form(placed(name), "recurrent", dtype="float32").run(operands)
+    for form in ("chunk", "parallel"):
+        with chunks_of(16):
+            xs = [torch.tensor(x) for x in operands.values()]
+            made = operator(name, form)(*xs, return_state=True)
+        made = (x if isinstance(x, tuple) else (x,) for x in made)
+        on_torch = Ran(*(tuple(x.numpy() for x in part) for part in made))
+        for have in (Form(placed(name), form, dtype="float32").run(operands), on_torch):
+            for kind in ("outputs", "states"):
+                parts = (getattr(x, kind) for x in (have, want, anchor))
+                for x, y, z in zip(*parts, strict=True):
+                    found = distance(x, y, z, "float32", f"{form}: {kind}")
+                    assert found.ok, found
+
+
+@pytest.mark.parametrize("name", CHUNKABLE)
+def test_float32(name: str) -> None:
+    check_float32(name, 65)
+
+
+def test_float32_of_a_long_solve() -> None:
+    """The delta rule forgets nothing, so that errors of all tokens would add up."""
+    check_float32("deltanet", 130)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHUNKABLE)
+def test_float32_of_long_rows(name: str) -> None:
+    check_float32(name, 130)
 
 
 # ---- gradients

@@ -7,6 +7,7 @@ evaluated token by token and by chunks against the rule's body run literally.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 import archir as ar
-from archir.check.recurrence import draw
+from archir.check.placed import draw
 from archir.cli import main
 from archir.diagnostics import SpecError
 from archir.ops import lookup
@@ -386,9 +387,9 @@ class Values:
 
 
 def lines_of(text: str) -> dict[str, list[str]]:
-    """The printed text → the equations under each heading, without their labels."""
+    """The printed text → the equations under each heading, without their labels, each on a line."""
     found: dict[str, list[str]] = {}
-    for block in text.split("\n\n"):
+    for block in re.sub(r"\n +(?=[+−] )", " ", text).split("\n\n"):
         heading, *lines = block.splitlines()
         if any(" = " in line for line in lines):
             kind = heading.split()[0] if not heading.startswith("token by") else "recurrent"
@@ -594,13 +595,45 @@ def test_latex_is_balanced(name: str) -> None:
     for section in re.findall(r"\\begin\{align\*\}(.*?)\\end\{align\*\}", body, re.S):
         rows = re.sub(r"\\begin\{cases\}.*?\\end\{cases\}", "", section, flags=re.S)
         for row in rows.split(r"\\"):
-            assert row.count("&=") == row.count("&") == 1, row
+            assert row.count("&") == 1 and re.search(r"&=|^\s*&\\quad [+-] ", row), row
     known = (
         "begin end left right frac sum prod max exp log sin cos tanh operatorname mathrm mathbf "
-        "odot langle rangle top text sqrt cdot le ge ne alpha beta eta kappa rho pi phi psi xi "
-        "chi omega epsilon Lambda Delta Gamma"
+        "odot langle rangle top text quad sqrt cdot le ge ne alpha beta eta kappa rho pi phi psi "
+        "xi chi omega epsilon Lambda Delta Gamma"
     ).split()
     assert {*re.findall(r"\\([A-Za-z]+)", body)} <= {*known}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_long_equations_go_on_below_their_first_term(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a narrow page nothing is lost, in either notation, and lines are as long as they must."""
+    (found,) = ar.explain(ALL[name]).rules
+    assert found.equations is not None
+    monkeypatch.setattr(sys.modules["archir.explain"], "WIDTH", 30)
+    below = 0
+    for line in str(found).partition("\n\ntoken")[2].splitlines():
+        if " = " in line:
+            below = line.index(" = ") + 3
+        elif line.startswith("  "):
+            assert re.match(r" +[+−] ", line) and line.index(line.strip()) == below, line
+    shown = [x for section in lines_of(str(found)).values() for x in section]
+    texts = [e.text for e in found.equations.all]
+    assert [re.sub(" +", " ", x) for x in shown if " = " in x] == texts
+    rows = re.sub(r" \\\\\n  &\\quad ", " ", found.latex())
+    assert all(f"  {e.latex}" in rows for e in found.equations.all)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_lines_have_a_hundred_columns(name: str) -> None:
+    """Unless they are one term."""
+    for line in str(ar.explain(ALL[name])).splitlines():
+        if len(line) > 100:
+            _, _, term = line.partition(" = ")
+            while (inner := re.sub(r"[({][^(){}]*[)}]", "", term)) != term:
+                term = inner
+            assert not re.search(" [+−] ", term), line
 
 
 @pytest.mark.parametrize("name", RECURRENT_ONLY)
@@ -631,6 +664,35 @@ def test_a_model_explains_each_rule_once() -> None:
     assert [rule.rule.name for rule in found.rules] == ["kda"]
     with pytest.raises(SpecError, match="gpt2 has no recurrence"):
         ar.explain("gpt2", "tiny")
+
+
+NAMED = """
+import numpy as np
+import archir as ar
+
+@ar.config
+class Config:
+    width: int = 8
+
+@ar.recurrence("q:K k:K v:V -> y:V last:V")
+def rule(S, q, k, v):
+    S = S + np.outer(k, v)
+    return S, q @ S, k @ S
+
+@ar.spec(Config)
+def model(x: "f[B, T, width]", c):
+    q, k, v = (ar.heads(x, 1, 2) for _ in "qkv")
+    y, last = rule(q, k, v)
+    return ar.merge(y + last)
+"""
+
+
+def test_outputs_have_the_names_of_the_signature(tmp_path: Path) -> None:
+    """Of a rule, and of the rules of a model."""
+    (tmp_path / "named.py").write_text(NAMED)
+    texts = [str(ar.explain(f"{tmp_path}/named.py:{name}")) for name in ("rule", "model")]
+    assert texts[0] == texts[1]
+    assert [line.split(" = ")[0] for line in lines_of(texts[0])["outputs"]] == ["y_i   ", "last_i"]
 
 
 def test_rows() -> None:

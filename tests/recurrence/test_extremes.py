@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import archir as ar
-from archir.check.recurrence import Placed, draw
+from archir.check.placed import Placed, draw
 from archir.check.tolerance import UNIT as UNITS
 from archir.recurrence import Rule
 from archir.recurrence.literal import Loop, literal
@@ -184,19 +184,7 @@ def test_float64(name: str) -> None:
             assert relative(x, y) <= 1e-9, (form, label)
 
 
-# torch differentiates a running product by dividing by its factors
-DIVIDED = {"subnormal_factors-read_first": "of a subnormal factor, off by 1e-4"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=DIVIDED[n]))
-        if n in DIVIDED
-        else n
-        for n in CASES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_float32(name: str) -> None:
     """T roundings at most, of the running maximum and of the largest gradient; where states grow,
     the substitution of a chunk repeats what it was given by as much as L grows."""

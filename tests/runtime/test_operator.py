@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from archir.sequence import Rows
 from archir.types import Tensor
 from backends.runtime import cache
 from tests.goldens import check_golden
+from tests.recurrence.forms import chunks_of
 from tests.recurrence.rules import RULES, kda, ratio
 from tests.recurrence.test_state_update import CASES, case
+from tests.specs.kda import kda_lm
 
 BACKENDS = ("eager", "triton")
 ENDS = [0, 0, 3, 4, 4, 10]  # of rows packed in one line, the first and another without tokens
@@ -229,12 +232,29 @@ def test_files_and_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert len({file.parent for file in f.files}) == 1 == len([*tmp_path.iterdir()])
     check_golden("operator/kernels", masked(str(f.kernels())))
     text = f.files[names.index("kda_dense.py")].read_text()
-    assert "o, state_update_state = kda_1(q, k, v, g, beta, " in text and "# kda.py:25" in text
+    assert "o, state_update_state = kda_1(q, k, v, g, beta, " in text
+    assert "# kda.py:LINE" in masked(text)
     monkeypatch.setattr("backends.runtime.operator.lower", lambda *_, **__: pytest.fail("lowered"))
     again = ar.op(path, "triton")
     assert torch.equal(again(q, k, v, g, beta), f(q, k, v, g, beta))
     assert again.kernels() == f.kernels() and again.files == f.files
     assert all(cache.intact(file) for file in f.files)
+
+
+def test_the_cache_knows_the_size_of_chunks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A program with chunks of another size is another program, of an operator and of a model."""
+    monkeypatch.setenv("ARCHIR_CACHE", str(tmp_path))
+    for size in (16, 8):
+        with chunks_of(size):
+            f, model = ar.op(kda, form="chunk"), ar.compile(kda_lm, preset="tiny", form="chunk")
+            f(*operands())
+            model.init_weights(0)(torch.zeros(1, 1, dtype=torch.int64))
+        (text,) = (x.read_text() for x in f.files if x.name == "kda_dense.py")
+        texts = [text, *(x.read_text() for x in model.files if x.name.startswith("full"))]
+        assert all(f"chunk={size})" in x for x in texts) and len(texts) == 2
+        assert all(f"chunk={24 - size})" not in x for x in texts)
 
 
 CATTY = """
@@ -290,10 +310,9 @@ def test_a_traced_rule_is_of_its_own_line() -> None:
 
 
 def masked(text: str) -> str:
-    """Without hashes."""
-    import re
-
-    return re.sub(r"\b([a-z_]+_)[0-9a-f]{12}\b", r"\1HASH", text)
+    """Without hashes, and lines of kda's file."""
+    text = re.sub(r"\b([a-z_]+_)[0-9a-f]{12}\b", r"\1HASH", text)
+    return re.sub(r"\bkda\.py:\d+", "kda.py:LINE", text)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

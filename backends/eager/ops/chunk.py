@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 @emits("cumprod")
 def cumprod(p: Printer, op: Op) -> str:
-    return f"{p(op.operands[0])}.cumprod({op.attrs['axis']})"
+    x, axis = op.values[0], op.attrs["axis"]
+    short = isinstance(p.type(x).shape[axis], int)
+    return f"ar.{'cumprod' if short else 'long_cumprod'}({p(x)}, {axis})"
 
 
 @emits("iota")
