@@ -15,9 +15,9 @@ outputs     of every token, and final states. The reference is the literal loop 
             the anchor.
 gradients   by every operand, through the states between pieces too, where a backend has them. The
             reference is the rule's reverse pass run token by token in float64; a difference may be
-            1e-9 of the operand's largest gradient. In other dtypes it may be what D16 says, the
-            same in float32 being the anchor; of a constant of all tokens only float64 is judged.
-            The reference is itself held to central differences of the body.
+            1e-9 of the operand's largest gradient and 1e-12 of any operand's. In other dtypes it
+            may be what D16 says, the same in float32 being the anchor; of a constant of all tokens
+            only float64 is judged. The reference is itself held to central differences of the body.
 """
 
 from __future__ import annotations
@@ -333,13 +333,17 @@ class _Case:
         seeds = [piece.cotangent(self.cotangents, piece is pieces[-1]) for piece in pieces]
         made = machine.gradients([piece.call for piece in pieces], seeds)
         by_row, far = Slopes.of(pieces, made), 0.0
+        most_of_all = max((_largest(x) for x in self.slopes[0].values()), default=0.0)
         found = [exact(by_row.padding, np.zeros_like(by_row.padding), "d/d padding")]
         for name, want in self.slopes[0].items():
             shared = name in self.batch.shared
             have = np.concatenate([row.get(name, want[:0]) for row in by_row.inputs])
             if shared:
                 have = np.sum([of[name] for of in made.inputs], axis=0)
-            error, scale = (float(np.max(np.abs(x), initial=0)) for x in (have - want, want))
+            error = _largest(have - want)
+            scale = (
+                _largest(want) + 1e-3 * most_of_all
+            )  # as a gradient may be zero but for rounding
             far = max(far, np.inf if np.isnan(error) else error / scale if error else 0.0)
             if self.dtype == "float64":
                 found.append(Distance(error, SLOPE * scale, f"d/d {name}"))
@@ -478,6 +482,10 @@ def _rows(
                     case.slopes_off(machine, xs, label) for label, xs in ways if label != TOKENS
                 ]
                 yield case.row(cell, "gradients", found)
+
+
+def _largest(x: np.ndarray) -> float:
+    return float(np.max(np.abs(x), initial=0))
 
 
 def _machine(placed: Placed, options: Options, backend: str) -> Machine:

@@ -133,7 +133,7 @@ def read_first(S, q, k, v, a):
     return a[:, None] * S + np.outer(k, v), o
 
 
-@ar.recurrence("x:V a:V i: -> o:V", domain={"a": "0..1", "i": "0..1"})
+@ar.recurrence("x:V a:V i: -> o:V", domain={"a": "0..0.9", "i": "0..1"})
 def rg_lru(h, x, a, i):
     """De et al. 2024, Griffin, arXiv 2402.19427: values of a vector decay at their own rates."""
     h = a * h + np.sqrt(1 - a**2) * (i * x)
