@@ -21,7 +21,7 @@ from typing import Any
 
 from archir import types
 from archir.diagnostics import Loc, VerifyError
-from archir.types import Type
+from archir.types import Tensor, Type
 
 FIELD_KINDS = ("weight", "buffer", "state", "tap", "key")
 ROLES = ("entry", "block", "rule", "pointwise", "body")
@@ -35,6 +35,12 @@ class Value:
     name: str
     type: Type
     loc: Loc | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """Its type, where that must be a tensor."""
+        assert isinstance(self.type, Tensor)
+        return self.type
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.type}"

@@ -55,8 +55,8 @@ def chunked(new: Rewriter, op: Op, chunk: int) -> None:
 def _in_float64(rule: Function) -> Function:
     """A rule with float64 for its float type."""
     new = Rewriter(rule, {})
-    first = _tensor(rule.inputs[0]).dtype
-    new.keep_signature(lambda value: _tensor(value).with_dtype("f64"))
+    first = rule.inputs[0].tensor.dtype
+    new.keep_signature(lambda value: value.tensor.with_dtype("f64"))
     for op in rule.ops:
         given = {k: "f64" if k == "dtype" and v == first else v for k, v in op.attrs.items()}
         new.copy(op, attrs=given)
@@ -69,10 +69,10 @@ class _Chunked:
         states, count = state_axes(rule)
         operands = [new.value(x) for x in op.values]
         xs, before, self.seq = operands[:count], operands[count:-1], operands[-1]
-        self.wide = _tensor(rule.inputs[0]).dtype
+        self.wide = rule.inputs[0].tensor.dtype
         before = [self.as_dtype(x, self.wide) for x in before]
         self.before = {f"S{i}": x for i, x in enumerate(before, 1)}
-        rows, self.heads = _tensor(before[0]).shape[:2]
+        rows, self.heads = before[0].tensor.shape[:2]
         whole = op.attrs["form"] == "parallel"
         self.chunk: int | str = "whole" if whole else chunk
         step = dims.symbol("J")
@@ -82,7 +82,7 @@ class _Chunked:
         self.binding: dict[str, Size] = {}
         self.operands, self.like = [], xs[0]
         for x, declared in zip(xs, rule.inputs[states:], strict=True):
-            want, have = _tensor(declared), _tensor(x)
+            want, have = declared.tensor, x.tensor
             inner = have.shape[have.rank - want.rank :]
             types.match(want, Tensor(want.dtype, inner), self.binding)
             lead = placed(have, want.rank)
@@ -98,7 +98,7 @@ class _Chunked:
             leading = leading.replace("BT", "JRC")
         if "H" in leading:
             axis = leading.index("H")
-            own = _tensor(x).shape[axis]
+            own = x.tensor.shape[axis]
             if own != self.heads:
                 x = self.emit("repeat", x, axis=axis, times=dims.divide(self.heads, own))
         elif leading:
@@ -127,7 +127,7 @@ class _Chunked:
             after[stage.state], more = self.scanned(stage, found)
             reads |= more
         made = self.each_token(output_function(self.record, read_names(stages)), reads)
-        results = [_tensor(result).dtype for result in op.results]
+        results = [result.tensor.dtype for result in op.results]
         outputs = []
         for y, dtype in zip(made, results, strict=False):
             y = self.as_dtype(y, dtype)
@@ -148,10 +148,10 @@ class _Chunked:
         """The state after all chunks, and each of its reads for every token."""
         xs = []
         for name, x in found.items():
-            axes = tuple(range(3, _tensor(x).rank))
+            axes = tuple(range(3, x.tensor.rank))
             each = self.emit("expand_dims", self.valid, axes=axes)
             x = self.emit("where", each, x, 1.0 if name == "a" else 0.0, hint=name)
-            order = (0, 1, 3, 2, *range(4, _tensor(x).rank))  # [J, R, H, C, …]
+            order = (0, 1, 3, 2, *range(4, x.tensor.rank))  # [J, R, H, C, …]
             xs.append(self.emit("transpose", x, axes=order, hint=name))
         within, across = chunk_functions(self.record, stage, self.lead[2])
         lead = (self.lead[0], self.lead[1], self.heads)
@@ -178,7 +178,7 @@ class _Chunked:
         """The inverse of `matrix`."""
         if stage.key and stage.value:
             return self.emit("transpose", state, axes=(0, 1, 3, 2)) if stage.place else state
-        return self.emit("reshape", state, shape=_tensor(self.before[stage.state]).shape)
+        return self.emit("reshape", state, shape=self.before[stage.state].tensor.shape)
 
     def tokens(self, stage: Stage, stacked: list[Value]) -> dict[str, Value]:
         """Reads [J, R, H, C, m, V] as one [J, R, C, H, V] each."""
@@ -194,8 +194,3 @@ class _Chunked:
             f"{stage.state}.{m}": self.emit("reshape", x, shape=(*self.lead, *size))
             for m, x in enumerate(each)
         }
-
-
-def _tensor(value: Value) -> Tensor:
-    assert isinstance(value.type, Tensor)
-    return value.type

@@ -35,7 +35,7 @@ from archir.recurrence.algebra import (
     single,
     total,
 )
-from archir.types import Tensor, is_float
+from archir.types import is_float
 
 KEY, VALUE = "k", "v"  # the indices of a record
 
@@ -248,7 +248,7 @@ class _Canonical:
 
     def stage(self, name: str, state: Value, new: Value) -> Stage:
         """A stage without its reads: the new state, monomial by monomial."""
-        expr, shape = self.env[new], [dims.bare(d) for d in _tensor(state).shape]
+        expr, shape = self.env[new], [dims.bare(d) for d in state.tensor.shape]
         place = self.key_place(name, len(shape))
         names = {str(i): VALUE for i in range(len(shape))}
         if place is not None:
@@ -539,16 +539,11 @@ def _where(c: Expr, x: Expr, holds: bool) -> Expr:
 
 def _places(value: Value) -> tuple[str, ...]:
     """The index of every axis of a value that is longer than 1."""
-    return tuple(str(i) for i, size in enumerate(_tensor(value).shape) if size != 1)
-
-
-def _tensor(value: Value) -> Tensor:
-    assert isinstance(value.type, Tensor)
-    return value.type
+    return tuple(str(i) for i, size in enumerate(value.tensor.shape) if size != 1)
 
 
 def _rank(x: Operand) -> int:
-    return _tensor(x).rank if isinstance(x, Value) else 0
+    return x.tensor.rank if isinstance(x, Value) else 0
 
 
 def _size(size: Any) -> Expr:
@@ -559,7 +554,7 @@ def _size(size: Any) -> Expr:
 
 def _cast(c: _Canonical, op: Op) -> Expr | None:
     (x,) = op.values
-    floats = is_float(_tensor(x).dtype) and is_float(op.attrs["dtype"])
+    floats = is_float(x.tensor.dtype) and is_float(op.attrs["dtype"])
     return c.get(x) if floats else None
 
 
@@ -580,7 +575,7 @@ def _broadcast_to(c: _Canonical, op: Op) -> Expr:
 
 def _reduce(c: _Canonical, op: Op) -> Expr | None:
     (x,) = op.values
-    found, shape = c.get(x), _tensor(x).shape
+    found, shape = c.get(x), x.tensor.shape
     axes = op.attrs["axes"]
     for axis in axes:
         if op.kind == "reduce_max":
@@ -602,7 +597,7 @@ def _einsum(c: _Canonical, op: Op) -> Expr:
     made, sizes = ONE, {}
     for x, term in zip(op.values, left.split(","), strict=True):
         names = {str(i): f"e{letter}" for i, letter in enumerate(term)}
-        sizes |= dict(zip(term, _tensor(x).shape, strict=True))
+        sizes |= dict(zip(term, x.tensor.shape, strict=True))
         made = c.multiplied(made, c.get(x).renamed(names), op.loc)
     for letter in dict.fromkeys(left.replace(",", "")):
         if letter not in right:

@@ -265,7 +265,7 @@ class _Package:
                                stage="precision")  # fmt: skip
         entry, parts = _state(module)
         names = _named(request.module.entry.inputs, OF_MODEL)
-        inner = [_tensor(value) for value in module.entry.inputs]
+        inner = [value.tensor for value in module.entry.inputs]
         use = ['    model = build("cuda")  # then model.load_state_dict(…)']
         use += [f"    made = full(model, {inputs})"]
         if ahead is None:
@@ -322,7 +322,7 @@ class _Package:
         names = _named([*module.entry.inputs, *before], {rule, *OF_RULE})
         operands, states = names[: -len(fields)], names[-len(fields) :]
         kept = [
-            {"name": name, "zeros": _zeros(_tensor(field.value), f"{operands[0]}.device")}
+            {"name": name, "zeros": _zeros(field.value.tensor, f"{operands[0]}.device")}
             for name, field in zip(states, fields, strict=True)
         ]
         pairs = list(zip(names, [*module.entry.inputs, *before], strict=True))
@@ -351,7 +351,7 @@ class _Package:
             before=_by_name(states),
             sizes=_sizes(request, pairs),
             takes=[
-                _takes(name, _tensor(value), axes)
+                _takes(name, value.tensor, axes)
                 for (name, value), axes in zip(pairs, _axes(request), strict=True)
             ],
             kept=kept,
@@ -402,7 +402,7 @@ def _state(module: Module) -> tuple[list[dict[str, str]], list[dict[str, Any]]]:
         for field in function.fields:
             if field.kind == "state" and field.attrs["kind"] != "length":
                 grows = field.attrs["kind"] in GROWING
-                found[field.path] = _zeros(_tensor(field.value), grows=grows)
+                found[field.path] = _zeros(field.value.tensor, grows=grows)
         for op in function.ops:
             if op.kind == "call" and (name := part(table[op.attrs["callee"].name])):
                 found[op.attrs["scope"]] = f"{name}(count, device, reserve)"
@@ -443,7 +443,7 @@ def _takes(name: str, type_: Tensor, axes: Iterable[int | Poly | str]) -> dict[s
 def _axes(request: RuleRequest) -> list[tuple[str, ...]]:
     """The axes of a rule's operands, then of its states, as letters."""
     rule = request.rule
-    states = [_tensor(value).shape for value in rule.function.inputs[: len(rule.states)]]
+    states = [value.tensor.shape for value in rule.function.inputs[: len(rule.states)]]
     found = [("B", "T", "H", *shape) for shape in rule.operands.values()]
     return [*found, *(("R", "H", *map(str, shape)) for shape in states)]
 
@@ -452,7 +452,7 @@ def _sizes(request: RuleRequest, pairs: Sequence[tuple[str, Value]]) -> str:
     """`{"K": 128, "V": 128, "H": 1}`: an expression."""
     found: dict[str, int | Poly] = {}
     for (_, value), axes in zip(pairs, _axes(request), strict=True):
-        found |= dict(zip(axes, _tensor(value).shape, strict=True))
+        found |= dict(zip(axes, value.tensor.shape, strict=True))
     letters = [*(d for d in found if d not in ("B", "T", "R", "H")), "H"]
     return "{" + ", ".join(f"{quoted(d)}: {found[d]}" for d in letters) + "}"
 
@@ -465,8 +465,3 @@ def _zeros(type_: Tensor, device: str = "device", grows: bool = False) -> str:
     if grows:
         return f"_grows({', '.join(sizes)}, {how}, reserve=reserve)"
     return f"torch.zeros({in_brackets(sizes)}, {how})"
-
-
-def _tensor(value: Value) -> Tensor:
-    assert isinstance(value.type, Tensor)
-    return value.type

@@ -221,7 +221,7 @@ def alone(op: Op, module: Module, layout: str, names: Sequence[str], called: str
     like = next((x for x in tensors if _has_tokens(x)), tensors[0])
     rows: dict[str, int | Poly] = {}
     if seq is not None and layout == "dense":  # as many rows as the batch has
-        rows = {str(seq.rows): _tensor(like).shape[0]}
+        rows = {str(seq.rows): like.tensor.shape[0]}
     pairs = zip(tensors, names, strict=True)
     operands = [new.input(name, types.substitute(x.type, rows)) for x, name in pairs]
     if seq is not None:
@@ -245,13 +245,8 @@ def _in_torch(op: Op, module: Module) -> dict[str, Any]:
 
 def _has_tokens(value: Value) -> bool:
     """Whether a value's first axes are rows and tokens, as symbols."""
-    shape = _tensor(value).shape[:2]
+    shape = value.tensor.shape[:2]
     return len(shape) == 2 and all(isinstance(size, Poly) for size in shape)
-
-
-def _tensor(value: Value) -> Tensor:
-    assert isinstance(value.type, Tensor)
-    return value.type
 
 
 def _reached(module: Module, op: Op) -> set[str]:

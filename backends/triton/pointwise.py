@@ -38,7 +38,7 @@ class Pointwise:
             if not types.is_float(dtype) and (dtype != "bool" or value in op.results):
                 return f"{value.name} is {value.type}, kernels compute on floats"
         fn = module[op.attrs["fn"].name]
-        dtypes = {_tensor(value).dtype for value in (*op.values, *op.results)}
+        dtypes = {value.tensor.dtype for value in (*op.values, *op.results)}
         if len(fn.ops) < 2 and len(dtypes) == 1:
             return "it is one op, for which torch has a kernel"
         return printable(fn)
@@ -67,7 +67,7 @@ class Pointwise:
     @cached_property
     def shape(self) -> tuple[int | Poly, ...]:
         """Of the result."""
-        return _tensor(self.op.results[0]).shape
+        return self.op.results[0].tensor.shape
 
     @cached_property
     def lead(self) -> int:
@@ -102,19 +102,19 @@ class Pointwise:
 
     def _own(self, value: Value) -> tuple[int | Poly, ...]:
         """An operand's axes within a token, aligned with `inner`; 1 where it has none."""
-        shape = _tensor(value).shape
+        shape = value.tensor.shape
         return ((1,) * len(self.shape) + shape)[len(shape) + self.lead :]
 
     def _has_tokens(self, value: Value) -> bool:
         """Whether an operand has a leading axis of the result's."""
-        shape = _tensor(value).shape
+        shape = value.tensor.shape
         own = ((1,) * len(self.shape) + shape)[len(shape) :][: self.lead]
         return any(size != 1 for size in own)
 
     @cached_property
     def dtype(self) -> str:
         """The dtype it computes in."""
-        found = [_tensor(v).dtype for v in (*self.op.values, *self.op.results)]
+        found = [v.tensor.dtype for v in (*self.op.values, *self.op.results)]
         return "float64" if "f64" in found else "float32"
 
     @cached_property
@@ -152,7 +152,7 @@ class Pointwise:
             arguments=", ".join(self.names),
             shapes=", ".join(f"{n}.shape" for n in self.names),
             memory=[
-                f"{n} = torch.empty(shape, dtype={TORCH[_tensor(v).dtype]}, "
+                f"{n} = torch.empty(shape, dtype={TORCH[v.tensor.dtype]}, "
                 f"device={self.names[0]}.device)"
                 for n, v in zip(self.made, self.op.results, strict=True)
             ],
@@ -168,7 +168,7 @@ class Pointwise:
         """An operand as [tokens, *its own axes], or contiguous where it has no tokens."""
         if not self._has_tokens(value):
             return f"{name} = {name}.contiguous()"
-        shape = _tensor(value).shape
+        shape = value.tensor.shape
         if len(shape) == len(self.shape) and shape[: self.lead] == self.shape[: self.lead]:
             return f"{name} = at.by_token({name}, {self.lead})"
         own = ", ".join(map(str, self._own(value)))
@@ -180,7 +180,7 @@ class Pointwise:
         if self._has_tokens(value):
             terms.append(f"token * stride_{name}")
         terms += self._index(value)
-        kept = "int1" if _tensor(value).dtype == "bool" else self.dtype
+        kept = "int1" if value.tensor.dtype == "bool" else self.dtype
         other = "0" if kept == "int1" else "0.0"
         place = " + ".join(terms)
         if len(terms) == 1:  # one number for all
@@ -220,7 +220,7 @@ class Pointwise:
         values = (*self.op.values, *self.op.results)
         names = (*self.names, *self.made)
         found = [
-            Argument(f"{n}_ptr", pointer(_tensor(v).dtype))
+            Argument(f"{n}_ptr", pointer(v.tensor.dtype))
             for n, v in zip(names, values, strict=True)
         ]
         found.append(Argument("size", "i32", math.prod(self.inner)))
@@ -239,11 +239,6 @@ class Pointwise:
         count = product(self.shape)
 
         def of(values: tuple[Value, ...]) -> int | Poly:
-            return count * sum(types.size_of(_tensor(v).dtype) for v in values)
+            return count * sum(types.size_of(v.tensor.dtype) for v in values)
 
         return of(self.op.values), of(self.op.results)
-
-
-def _tensor(value: Value) -> Tensor:
-    assert isinstance(value.type, Tensor)
-    return value.type

@@ -40,8 +40,8 @@ class Recurrent:
         batch, tokens, rows = (dims.symbol(d) for d in "BTR")
 
         def placed_in(value: Value, lead: tuple[Poly, ...]) -> Value:
-            shape = _tensor(value).shape
-            return replace(value, type=_tensor(value).with_shape((*lead, *shape[len(lead) :])))
+            shape = value.tensor.shape
+            return replace(value, type=value.tensor.with_shape((*lead, *shape[len(lead) :])))
 
         *tensors, seq = self.used.values
         operands = [
@@ -65,8 +65,8 @@ class Recurrent:
         if len(op.values) != count + states + 1:
             return "its states are not explicit yet"
         for value, declared in zip(op.values, rule.inputs[states:], strict=False):
-            inner = _tensor(value).shape[_tensor(value).rank - _tensor(declared).rank :]
-            heads = _tensor(value).shape[2:3] if "T" in _lead(value, declared) else ()
+            inner = value.tensor.shape[value.tensor.rank - declared.tensor.rank :]
+            heads = value.tensor.shape[2:3] if "T" in _lead(value, declared) else ()
             if not all(isinstance(size, int) for size in (*inner, *heads)):
                 return f"the sizes of {declared.name} are not known: {value.type}"
         return printable(rule)
@@ -112,14 +112,14 @@ class Recurrent:
     def given(self) -> tuple[tuple[Value, Tensor, str], ...]:
         """Each operand of the rule, the type of what is given for it, and its leading axes."""
         pairs = zip(self.inputs, self.op.values, strict=False)
-        return tuple((v, _tensor(x), _lead(x, v)) for v, x in pairs)
+        return tuple((v, x.tensor, _lead(x, v)) for v, x in pairs)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Of the rule's dims."""
         found: dict[str, Any] = {}
         for value, type_, _ in self.given:
-            declared = _tensor(value)
+            declared = value.tensor
             inner = Tensor(declared.dtype, type_.shape[type_.rank - declared.rank :])
             types.match(declared, inner, found)
         return found
@@ -147,7 +147,7 @@ class Recurrent:
     @cached_property
     def wide(self) -> str:
         """The dtype it computes in, and of states, as in types: f32 or f64."""
-        return _tensor(self.op.values[len(self.inputs)]).dtype
+        return self.op.values[len(self.inputs)].tensor.dtype
 
     @cached_property
     def dtype(self) -> str:
@@ -207,7 +207,7 @@ class Recurrent:
         ]
         like = next(self.names[v] for v, _, lead in self.given if lead.startswith("BT"))
         shapes = [(self.heads, *(self.sizes[d] for d in letters(o))) for o in self.outputs]
-        result = _tensor(self.op.results[0]).dtype if self.outputs else self.wide
+        result = self.op.results[0].tensor.dtype if self.outputs else self.wide
         memory = [
             f"{name} = make((*tokens, {', '.join(map(str, shape))}), dtype={TORCH[result]}, "
             f"device={like}.device)"
@@ -274,7 +274,7 @@ class Recurrent:
     def arguments(self) -> tuple[Argument, ...]:
         """The kernel's parameters and their types, constants aside."""
         types_ = [*(t.dtype for _, t, _ in self.given), *([self.wide] * len(self.states))]
-        types_ += [_tensor(v).dtype for v in self.op.results]
+        types_ += [v.tensor.dtype for v in self.op.results]
         names = [f"{n}_ptr" for n in (*self.operands, *self.made)]
         found = [Argument(n, pointer(t)) for n, t in zip(names, types_, strict=True)]
         found += [Argument("bounds", "*i64"), Argument("length", "i32")]
@@ -314,7 +314,7 @@ class Recurrent:
             read = read + rows * (size * (1 if d in letters(state) else parts))
             written = written + rows * size
         for value, result in zip(self.outputs, self.op.results, strict=False):
-            size = self.heads * self.count(value) * types.size_of(_tensor(result).dtype)
+            size = self.heads * self.count(value) * types.size_of(result.tensor.dtype)
             written = written + tokens * size
         return read, written
 
@@ -387,11 +387,6 @@ def letters(value: Value) -> tuple[str, ...]:
     return tuple(d for d in found if d is not None)
 
 
-def _tensor(value: Value) -> Tensor:
-    assert isinstance(value.type, Tensor)
-    return value.type
-
-
 def _lead(value: Value, declared: Value) -> str:
     """Which leading axes an operand has."""
-    return placed(_tensor(value), _tensor(declared).rank)
+    return placed(value.tensor, declared.tensor.rank)

@@ -46,7 +46,7 @@ class RowWise:
     @staticmethod
     def refusal(op: Op, module: Module) -> str:
         """Why an op has no kernel of this kind; "" where it has."""
-        shape = _tensor(op.values[0]).shape
+        shape = op.values[0].tensor.shape
         if not shape or not isinstance(shape[-1], int):
             return f"the length of a row is not known: {op.values[0].type}"
         return printable(RowWise(op, module).fn)
@@ -77,21 +77,21 @@ class RowWise:
     @cached_property
     def size(self) -> int:
         """Elements of a row."""
-        size = _tensor(self.op.values[0]).shape[-1]
+        size = self.op.values[0].tensor.shape[-1]
         assert isinstance(size, int)
         return size
 
     @cached_property
     def lead(self) -> int:
         """How many leading axes are tokens: up to the last whose size is a symbol."""
-        shape = _tensor(self.op.values[0]).shape
+        shape = self.op.values[0].tensor.shape
         symbolic = [i for i, size in enumerate(shape) if isinstance(size, Poly)]
         return symbolic[-1] + 1 if symbolic else 0
 
     @cached_property
     def inner(self) -> int:
         """Rows of a token."""
-        return math.prod(_tensor(self.op.values[0]).shape[self.lead : -1])  # type: ignore[arg-type]
+        return math.prod(self.op.values[0].tensor.shape[self.lead : -1])  # type: ignore[arg-type]
 
     @cached_property
     def block(self) -> int:
@@ -111,7 +111,7 @@ class RowWise:
     @cached_property
     def dtype(self) -> str:
         """The dtype it computes in."""
-        found = [_tensor(v).dtype for v in (*self.op.values, *self.op.results)]
+        found = [v.tensor.dtype for v in (*self.op.values, *self.op.results)]
         return "float64" if "f64" in found else "float32"
 
     @cached_property
@@ -135,7 +135,7 @@ class RowWise:
             passes=self._passes(),
             configs=json.dumps(self.configs),
             arguments=", ".join(self.operands),
-            dtype=TORCH[_tensor(self.op.result).dtype],
+            dtype=TORCH[self.op.result.tensor.dtype],
             flatten=[
                 f"{first} = at.by_token({first}, {self.lead})",
                 *(f"{n} = {n}.contiguous()" for n in rest),
@@ -248,7 +248,7 @@ class RowWise:
         """The kernel's parameters and their types, constants aside."""
         names = [*(f"{n}_ptr" for n in self.operands), "out_ptr"]
         values = (*self.op.values, self.op.result)
-        found = [Argument(n, pointer(_tensor(v).dtype)) for n, v in zip(names, values, strict=True)]
+        found = [Argument(n, pointer(v.tensor.dtype)) for n, v in zip(names, values, strict=True)]
         stride = Argument("stride", "i32", self.inner * self.size)
         return (*found, Argument("rows", "i32", self.inner), stride)
 
@@ -259,7 +259,7 @@ class RowWise:
     def traffic(self, config: dict[str, int], layout: str) -> tuple[int | Poly, int | Poly]:
         """Bytes read and written by one launch: each program reads the vectors for itself, and a
         row longer than a tile is read in every pass that needs it."""
-        rows = dims.product(_tensor(self.op.values[0]).shape[:-1])
+        rows = dims.product(self.op.values[0].tensor.shape[:-1])
         programs = rows if config["BLOCK_R"] == 1 else dims.ceildiv(rows, config["BLOCK_R"])
         times = dict.fromkeys(self.fn.inputs, 1)
         if self.size > self.block:
@@ -267,8 +267,8 @@ class RowWise:
         read: int | Poly = 0
         for value, operand in zip(self.fn.inputs, self.op.values, strict=True):
             often = rows if value is self.fn.inputs[0] else programs
-            read = read + often * (times[value] * self.size * types.size_of(_tensor(operand).dtype))
-        return read, rows * (self.size * types.size_of(_tensor(self.op.result).dtype))
+            read = read + often * (times[value] * self.size * types.size_of(operand.tensor.dtype))
+        return read, rows * (self.size * types.size_of(self.op.result.tensor.dtype))
 
     def _readings(self) -> dict[Value, int]:
         """How many passes read each input."""
@@ -292,12 +292,7 @@ def _sums(op: Op) -> bool:
 
 def _long(value: Value) -> bool:
     """Whether a value has something for each place of a row."""
-    return any(dims.bare(size) == "D" for size in _tensor(value).shape)
-
-
-def _tensor(value: Value) -> Tensor:
-    assert isinstance(value.type, Tensor)
-    return value.type
+    return any(dims.bare(size) == "D" for size in value.tensor.shape)
 
 
 def lookup_names(op: Op) -> list[str]:
