@@ -80,15 +80,16 @@ class _Chunked:
             (1, rows, step, self.heads) if whole else (step, rows, chunk, self.heads)
         )
         self.binding: dict[str, Size] = {}
-        self.operands, self.like = [], xs[0]
-        for x, declared in zip(xs, rule.inputs[states:], strict=True):
-            want, have = declared.tensor, x.tensor
-            inner = have.shape[have.rank - want.rank :]
-            types.match(want, Tensor(want.dtype, inner), self.binding)
-            lead = placed(have, want.rank)
-            if "T" in lead:
-                self.like = x
-            self.operands.append(self.placed(x, lead, inner))
+        ranks = [v.tensor.rank for v in rule.inputs[states:]]
+        leads = [placed(x.tensor, rank) for x, rank in zip(xs, ranks, strict=True)]
+        made: dict[int, Value] = {}
+        for at in sorted(range(count), key=lambda i: "T" not in leads[i]):  # steps bind J
+            have, declared = xs[at].tensor, rule.inputs[states + at].tensor
+            inner = have.shape[have.rank - declared.rank :]
+            types.match(declared, Tensor(declared.dtype, inner), self.binding)
+            made[at] = self.placed(xs[at], leads[at], inner)
+        self.operands = [made[at] for at in range(count)]
+        self.like = next(x for x, lead in zip(xs, leads, strict=True) if "T" in lead)
 
     def placed(self, x: Value, leading: str, inner: tuple[Size, ...]) -> Value:
         """An operand by step and for every head, in the dtype of the rule."""

@@ -150,8 +150,8 @@ def collect(terms: Iterable[tuple[Product, float]]) -> Expr:
     found: dict[Product, float] = {}
     for product, number in terms:
         found[product] = found.get(product, 0.0) + number
-    kept = [(p, n) for p, n in found.items() if n != 0]
-    return Expr(tuple(sorted(kept, key=lambda t: show_product(t[0]))))
+    left = [(p, n) for p, n in found.items() if n != 0]
+    return Expr(tuple(sorted(left, key=lambda t: show_product(t[0]))))
 
 
 def number(x: float) -> Expr:
@@ -218,6 +218,24 @@ def raised(x: Expr, power: float) -> Expr:
             made = made * x
         return made
     return Expr(((((Atom("call", "group", (), (x,)), float(power)),), 1.0),))
+
+
+def kept(x: Expr) -> Expr:
+    """A factor as it is to be multiplied: a sum that no state is in stays one number, as 1 − a, of
+    which products apart would cancel digits."""
+    if len(x.terms) < 2 or x.states or any(a.kind == "delta" for a in x.atoms()):
+        return x
+    return single(Atom("call", "group", (), (x,)))
+
+
+def written_out(x: Expr) -> Expr:
+    """A sum of sums as one: 1 − (1 − a) is a."""
+    made: list[tuple[Product, float]] = []
+    for product, n in x.terms:
+        alone = len(product) == 1 and product[0][0].name == "group" and product[0][1] == 1
+        inner = product[0][0].args[0].terms if alone else ((product, 1.0),)
+        made += ((p, n * m) for p, m in inner)
+    return collect(made)
 
 
 def _rooted(product: Product) -> bool:
@@ -339,7 +357,7 @@ def show_atom(a: Atom) -> str:
     args = ", ".join(show(x) for x in a.args)
     match a.kind:
         case "call":
-            return f"{a.name}({args})"
+            return f"({args})" if a.name == "group" else f"{a.name}({args})"
         case "sum":
             return f"Σ({args})"
         case "max":

@@ -28,12 +28,14 @@ from archir.recurrence.algebra import (
     Expr,
     call,
     collect,
+    kept,
     largest,
     number,
     raised,
     replaced,
     single,
     total,
+    written_out,
 )
 from archir.types import is_float
 
@@ -137,19 +139,29 @@ class _Refused(Exception):
 def canonical(rule: Function) -> Record | Reason:
     """The canonical record of a rule's function, or why it has none."""
     try:
-        return _Canonical(rule).record()
+        return _walked(rule).record()
     except _Refused as refused:
-        return refused.reason
+        return replace(refused.reason, loc=refused.reason.loc or rule.loc)
 
 
 def meanings(rule: Function) -> dict[Value, Expr]:
     """What every value of a rule that has a record is, over its own axes "0", "1", …"""
-    return _Canonical(rule).env
+    return _walked(rule).env
+
+
+def _walked(rule: Function) -> _Canonical:
+    """The walk over a rule, again where it showed that a vector is read whole."""
+    found = _Canonical(rule, frozenset())
+    plain = found.read_whole()
+    return _Canonical(rule, plain) if plain else found
 
 
 class _Canonical:
-    def __init__(self, rule: Function) -> None:
-        self.rule = rule
+    """A walk over a rule. plain: the numbers and vectors that are read whole: from the first, an
+    atom of such a state is a read of it, and sums are of the read. They have no key axis."""
+
+    def __init__(self, rule: Function, plain: frozenset[str]) -> None:
+        self.rule, self.plain = rule, plain
         count = rule.attrs["states"]
         self.states = {f"S{i}": v for i, v in enumerate(rule.inputs[:count], 1)}
         operands = {f"x{i}": v for i, v in enumerate(rule.inputs[count:], 1)}
@@ -159,7 +171,8 @@ class _Canonical:
         self.products: list[tuple[frozenset[str], Loc | None]] = []
         for name, value in (self.states | operands).items():
             kind = "state" if name in self.states else "operand"
-            self.env[value] = single(Atom(kind, name, _places(value), loc=value.loc))
+            atom = Atom(kind, name, _places(value), loc=value.loc)
+            self.env[value] = _read_whole(atom) if name in plain else single(atom)
         for op in rule.ops:
             self.op(op)
 
@@ -177,7 +190,8 @@ class _Canonical:
         states = frozenset().union(*(self.get(x).states for x in op.values))
         if states:
             names = self.called(states)
-            raise _Refused(f"{op.kind} of what is read from {names} has no chunked form", op.loc)
+            said = f"{op.kind} of what is read from {names} is nothing that the algebra knows"
+            raise _Refused(said, op.loc)
         name = f"u{len(self.values) + 1}"
         self.values[name] = op.result
         return single(Atom("value", name, _places(op.result)))
@@ -217,7 +231,7 @@ class _Canonical:
             case "div", [a, b]:
                 return self.multiplied(a, raised(b, -1), op.loc)
             case "pow", [a, b] if b.number is not None and not (a.states and b.number != 1):
-                return raised(a, b.number)
+                return raised(kept(a), b.number)
             case "rsqrt", [a]:
                 return raised(call("sqrt", a), -1)
             case "where", [c, a, b] if (a.states | b.states) and not c.states:
@@ -229,9 +243,30 @@ class _Canonical:
         """A product; one of two state-dependent factors is remembered, for the message."""
         if a.states & b.states:
             self.products.append((a.states & b.states, loc))
-        return a * b
+        return kept(a) * kept(b)
 
     # ---- stages
+
+    def read_whole(self) -> frozenset[str]:
+        """The states without a key axis: numbers, and vectors of which no sum goes back into
+        them, where another value is of the whole vector or nothing at all is summed."""
+        news = dict(zip(self.states, self.rule.outputs, strict=False))
+        found = set()
+        for name, state in self.states.items():
+            own = self.reads_of(name, [news[name]])
+            others = [v for v in self.rule.outputs if v is not news[name]]
+            whole = any(
+                a.kind == "state" and a.name == name for v in others for a in self.env[v].atoms()
+            )
+            summed = self.reads_of(name, self.rule.outputs)
+            if _rank(state) == 0 or (_rank(state) == 1 and not own and (whole or not summed)):
+                found.add(name)
+        return frozenset(found)
+
+    def reads_of(self, name: str, values: Iterable[Value]) -> list[Atom]:
+        """The sums over a state that values are made of."""
+        atoms = (a for value in values for a in self.env[value].atoms())
+        return [a for a in atoms if a.kind == "read" and a.name == name]
 
     def record(self) -> Record:
         news = dict(zip(self.states, self.rule.outputs, strict=False))
@@ -249,13 +284,13 @@ class _Canonical:
     def stage(self, name: str, state: Value, new: Value) -> Stage:
         """A stage without its reads: the new state, monomial by monomial."""
         expr, shape = self.env[new], [dims.bare(d) for d in state.tensor.shape]
-        place = self.key_place(name, len(shape))
+        place = self.key_place(name)
         names = {str(i): VALUE for i in range(len(shape))}
         if place is not None:
             names[str(place)] = KEY
         whole = tuple(names[str(i)] for i in range(len(shape)))
         decay, erased, written = ZERO, [], []
-        for product, n in self.plainly(expr, {name}).renamed(names).terms:
+        for product, n in expr.renamed(names).terms:
             mine = [(a, p) for a, p in product if name in a.states]
             rest = collect([(tuple(f for f in product if f not in mine), n)])
             if not mine:
@@ -265,15 +300,15 @@ class _Canonical:
             plain = atom.kind in ("state", "read") and atom.name == name
             if len(mine) > 1 or power != 1 or not plain:
                 raise self.nonlinear(name, mine, new)
-            if atom.kind == "state":
+            if atom.kind == "state" or name in self.plain:
                 if atom.indices != whole:
                     raise _Refused(f"{self.names[name]} is fed by its own transpose", new.loc)
                 decay = decay + rest
             else:
                 erased.append((rest, _at_key(atom)))
-        kept = decay.free
-        if VALUE in kept and place is not None:
-            what = "per key and value (K×V)" if KEY in kept else "per value"
+        decay = written_out(decay)
+        if VALUE in decay.free and place is not None:
+            what = "per key and value (K×V)" if KEY in decay.free else "per value"
             said = f"{self.names[name]} decays {what}"
             raise _Refused(f"{said}: only a decay per key can be chunked", new.loc)
         for expr_ in (decay, *(rest for rest, _ in erased), *written):
@@ -287,8 +322,8 @@ class _Canonical:
             next((d for i, d in enumerate(shape) if i != place), None),
             place or 0,
             None if decay == ONE else decay,
-            _erases(erased),
-            _writes(written),
+            _erases(erased, new.loc),
+            _writes(written, new.loc),
             (),
         )
 
@@ -298,29 +333,34 @@ class _Canonical:
         for atom, _ in mine:
             for inner in (atom, *(a for arg in atom.args for a in arg.atoms())):
                 if inner.kind == "call" and name in inner.states:
-                    said = f"{called} goes through {inner.name}"
+                    through = "a division or a power" if inner.name == "group" else inner.name
+                    said = f"{called} goes through {through}"
                     return _Refused(f"{said}, which is not linear", inner.loc or new.loc)
         for states, loc in self.products:
             if name in states:
                 return _Refused(f"{called} is multiplied by itself", loc)
         if len(mine) == 1 and mine[0][0].kind == "sum":
             said = f"what is read from {called} is summed over values before it goes back"
+            if KEY in mine[0][0].free:
+                said = f"{called} is multiplied by a whole matrix over keys"
+            elif VALUE in mine[0][0].free:
+                said = f"{called} is summed with what is no vector over keys"
             return _Refused(said, new.loc)
         return _Refused(f"{called} is not linear in itself", new.loc)
 
-    def key_place(self, name: str, rank: int) -> int | None:
-        """The axis of a state that reads sum over: 0 unless they say otherwise; None for a vector
-        of which nothing is summed."""
-        places = set()
-        for value in self.rule.outputs:
-            for atom in self.env[value].atoms():
-                if atom.kind == "read" and atom.name == name:
-                    places.add(atom.place)
-                if len(places) > 1:
-                    raise _Refused(f"reads sum over both axes of {self.names[name]}", value.loc)
-        if rank == 0 or (rank == 1 and not places):
+    def key_place(self, name: str) -> int | None:
+        """The axis of a state that reads sum over: 0 unless they say otherwise; None of one that is
+        read whole."""
+        if name in self.plain:
             return None
-        return places.pop() if places else 0
+        places: dict[int, Value] = {}
+        for value in self.rule.outputs:
+            for atom in self.reads_of(name, [value]):
+                places.setdefault(atom.place, value)
+        if len(places) > 1:
+            said = f"reads sum over both axes of {self.names[name]}"
+            raise _Refused(said, [*places.values()][-1].loc)
+        return next(iter(places), 0)
 
     def in_order(self, stages: list[Stage]) -> list[Stage]:
         """A state after those whose reads feed it."""
@@ -344,28 +384,15 @@ class _Canonical:
 
     def output(self, value: Value) -> Expr:
         """An output over reads."""
-        found = self.plainly(self.env[value], set())
+        found = self.env[value]
         for atom in found.atoms():
+            if atom.kind == "sum" and any(a.kind == "state" for a in atom.args[0].atoms()):
+                said = f"an output reads {self.called(atom.states)} along a whole matrix"
+                raise _Refused(said, value.loc)
             if atom.kind == "state":
-                raise _Refused(
-                    f"an output is of the whole state {self.names[atom.name]}", value.loc
-                )
+                said = f"an output is of the whole state {self.called(atom.states)}"
+                raise _Refused(said, value.loc)
         return found
-
-    def plainly(self, x: Expr, but: set[str]) -> Expr:
-        """What is of a whole state without keys is of a read of it."""
-        plain = {
-            name
-            for name, state in self.states.items()
-            if name not in but and self.key_place(name, _rank(state)) is None
-        }
-
-        def read(atom: Atom) -> Expr | None:
-            if atom.kind == "state" and atom.name in plain:
-                return single(Atom("read", atom.name, atom.indices, (ONE,)))
-            return None
-
-        return replaced(x, read)
 
     # ---- reads
 
@@ -424,54 +451,57 @@ class _Canonical:
         """Read m of a state; an equal one is made once."""
         if not weight.terms:
             return ZERO
-        weight = self.closed(weight, reads)
+        weight = written_out(self.closed(weight, reads))
         if weight not in reads[state]:
             reads[state].append(weight)
         return single(Atom("read", f"{state}.{reads[state].index(weight)}", indices))
 
 
-def _erases(found: list[tuple[Expr, Expr]]) -> tuple[Erase, ...]:
-    """Terms (x · e · number, p) as few: those along one x together, or those of one p."""
-    by_x: dict[tuple[Expr, Expr], Expr] = {}
-    by_p: dict[tuple[Expr, Expr], Expr] = {}
+def _erases(found: list[tuple[Expr, Expr]], loc: Loc | None) -> tuple[Erase, ...]:
+    """Terms (x · e · number, p) as few."""
+    terms: list[tuple[Expr, Expr, Expr, Expr]] = []
     for rest, p in found:
         ((product, n),) = rest.terms
-        x, e, scalars = _sides(product)
-        by_x[x, e] = by_x.get((x, e), ZERO) + p * scalars.scaled(n)
-        by_p[p, e] = by_p.get((p, e), ZERO) + x * scalars.scaled(n)
-    first: dict[tuple[Expr, Expr], Expr] = {}
-    for (x, e), p in by_x.items():
-        first[p, e] = first.get((p, e), ZERO) + x
-    second: dict[tuple[Expr, Expr], Expr] = {}
-    for (p, e), x in by_p.items():
-        second[x, e] = second.get((x, e), ZERO) + p
-    if len(second) < len(first):
-        made = [Erase(x, e, p) for (x, e), p in second.items()]
-    else:
-        made = [Erase(x, e, p) for (p, e), x in first.items()]
-    made = [t for t in made if t.x.terms and t.p.terms]
-    return tuple(sorted(made, key=lambda t: (str(t.x), str(t.e), str(t.p))))
+        x, e, scalars = _sides(product, loc)
+        terms.append((x, e, p, scalars.scaled(n)))
+    return tuple(Erase(x, e, p) for x, e, p in _as_few(terms))
 
 
-def _writes(found: list[Expr]) -> tuple[Write, ...]:
-    """Terms w · y · number as few: those along one w together, then those of one y."""
-    by_w: dict[Expr, Expr] = {}
+def _writes(found: list[Expr], loc: Loc | None) -> tuple[Write, ...]:
+    """Terms w · y · number as few."""
+    terms: list[tuple[Expr, Expr, Expr, Expr]] = []
     for rest in found:
         ((product, n),) = rest.terms
-        w, y, scalars = _sides(product)
-        by_w[w] = by_w.get(w, ZERO) + y * scalars.scaled(n)
-    by_y: dict[Expr, Expr] = {}
-    for w, y in by_w.items():
-        by_y[y] = by_y.get(y, ZERO) + w
-    made = [Write(w, y) for y, w in by_y.items() if w.terms and y.terms]
-    return tuple(sorted(made, key=lambda t: (str(t.w), str(t.y))))
+        w, y, scalars = _sides(product, loc)
+        terms.append((w, ONE, y, scalars.scaled(n)))
+    return tuple(Write(w, y) for w, _, y in _as_few(terms))
 
 
-def _sides(product: algebra.Product) -> tuple[Expr, Expr, Expr]:
+def _as_few(terms: list[tuple[Expr, Expr, Expr, Expr]]) -> list[tuple[Expr, Expr, Expr]]:
+    """Terms left · middle · right · number: those of one left together, or of one right."""
+    by_left: dict[tuple[Expr, Expr], Expr] = {}
+    by_right: dict[tuple[Expr, Expr], Expr] = {}
+    for left, middle, right, n in terms:
+        by_left[left, middle] = by_left.get((left, middle), ZERO) + right * n
+        by_right[right, middle] = by_right.get((right, middle), ZERO) + left * n
+    first: dict[tuple[Expr, Expr], Expr] = {}
+    for (left, middle), right in by_left.items():
+        first[right, middle] = first.get((right, middle), ZERO) + left
+    second: dict[tuple[Expr, Expr], Expr] = {}
+    for (right, middle), left in by_right.items():
+        second[left, middle] = second.get((left, middle), ZERO) + right
+    made = [(left, middle, right) for (right, middle), left in first.items()]
+    if len(second) < len(first):
+        made = [(left, middle, right) for (left, middle), right in second.items()]
+    made = [t for t in made if t[0].terms and t[2].terms]
+    return sorted(made, key=lambda t: tuple(map(str, t)))
+
+
+def _sides(product: algebra.Product, loc: Loc | None) -> tuple[Expr, Expr, Expr]:
     """A product apart: what depends on the key index, on the value index, on neither."""
     both = [a for a, _ in product if {KEY, VALUE} <= a.free]
     if both:
-        raise _Refused(f"{both[0].key} is a whole matrix of keys and values", both[0].loc)
+        raise _Refused("what is written or erased is a whole matrix of keys and values", loc)
 
     def part(wanted: Callable[[Atom], bool]) -> Expr:
         return collect([(tuple(f for f in product if wanted(f[0])), 1.0)])
@@ -481,6 +511,11 @@ def _sides(product: algebra.Product) -> tuple[Expr, Expr, Expr]:
         part(lambda a: VALUE in a.free),
         part(lambda a: not a.free & {KEY, VALUE}),
     )
+
+
+def _read_whole(state: Atom) -> Expr:
+    """A state that has no key axis, as what is read of it."""
+    return single(replace(state, kind="read", args=(ONE,)))
 
 
 def _at_key(read: Atom) -> Expr:

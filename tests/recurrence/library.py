@@ -133,6 +133,22 @@ def read_first(S, q, k, v, a):
     return a[:, None] * S + np.outer(k, v), o
 
 
+@ar.recurrence("b: f:K q:K v:V -> o:V", domain={"b": "0..1", "f": "0..1"})
+def hgrn2(S, b, f, q, v):
+    """Qin et al. 2024, HGRN2, arXiv 2404.07904: gates have a lower bound b, keys are 1 − gate."""
+    a = b + (1 - b) * f
+    S = a[:, None] * S + np.outer(1 - a, v)
+    return S, q @ S
+
+
+@ar.recurrence("S:K,V p:K | q:K k:K v:V a:K -> o:V", domain={"a": "0..1"})
+def token_shift(S, p, q, k, v, a):
+    """Ours: keys are mixed with the token before, queries with a running mean (as in RWKV)."""
+    S = 0.9 * S + np.outer(0.5 * k + 0.5 * p, v)
+    p = a * p + (1 - a) * k
+    return S, p, q @ S + np.tanh(p) @ S
+
+
 @ar.recurrence("x:V a:V i: -> o:V", domain={"a": "0..0.9", "i": "0..1"})
 def rg_lru(h, x, a, i):
     """De et al. 2024, Griffin, arXiv 2402.19427: values of a vector decay at their own rates."""
@@ -246,6 +262,8 @@ CHUNKABLE: dict[str, tuple[Rule, dict[str, Any]]] = {
         (value_by_key, {"heads": {**TWO_GROUPS, "a": 2}, "axes": {"a": "H"}}),
         (read_first, {"heads": 2, "axes": {"a": ""}}),
         (rg_lru, {"heads": 2, "axes": {"i": "BT"}}),
+        (hgrn2, {"heads": {"b": 3, "f": 3, "q": 3, "v": 3}, "axes": {"b": "H"}}),
+        (token_shift, {"heads": {**TWO_GROUPS, "a": 2}}),
     )
 }
 RECURRENT_ONLY: dict[str, tuple[Rule, dict[str, Any]]] = {

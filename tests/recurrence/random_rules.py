@@ -54,8 +54,9 @@ def rules(draw: Callable[..., Any]) -> Drawn:
     names = [*made.operands]
     heads = draw(st.sampled_from([1, 2, 4]))
     own = {n: draw(st.sampled_from([h for h in (1, 2, 4) if h <= heads])) for n in names}
-    own[names[0]] = heads
-    axes = {n: draw(st.sampled_from(["BTH"] * 5 + ["BT", "H", ""])) for n in names[1:]}
+    axes = {n: draw(st.sampled_from(["BTH"] * 5 + ["BT", "H", ""])) for n in names}
+    full = draw(st.sampled_from(names))
+    own[full], axes[full] = heads, "BTH"
     sizes = {"K": draw(st.sampled_from([3, 5, 6])), "V": draw(st.sampled_from([2, 4, 7]))}
     return Drawn(made.text(), frozenset(made.features), sizes, own, axes)
 
@@ -164,8 +165,9 @@ class _Rule:
         """A vector over values, of which nothing is summed, before or after what it feeds."""
         self.states["z2"] = "V"
         self.features.add("vector")
-        number = self.factor()[0]
-        self.lines.append(f"z2 = {number} * z2 + {self.one_of(self.value(), read)}")
+        kept = self.one_of(self.factor()[0], self.operand("d", "V", "0..1"))
+        written = self.one_of(self.value(), read, f"(1 - {kept}) * {self.value()}")
+        self.lines.append(f"z2 = {kept} * z2 + {written}")
         self.output(f"{read} + {self.one_of('z2', '0.5 * z2')}")
 
     def output(self, read: str) -> None:
@@ -205,7 +207,8 @@ class _Rule:
         written = 0 if "delta" in kinds and not y else self.draw(st.integers(1, 2))
         for i in range(written):
             to = y if y and i == 0 else self.value()
-            scale = self.one_of("", "0.5 * ", f"{self.factor()[0]} * ")
+            factor = self.factor()[0]
+            scale = self.one_of("", "0.5 * ", f"{factor} * ", f"(1 - {factor}) * ")
             sign = self.one_of("+", "+", "-")
             parts.append([f"{name} = {name} {sign} {self.outer(self.key(), scale + to, turned)}"])
         order = self.draw(st.permutations(parts)) if self.draw(st.booleans()) else parts

@@ -137,6 +137,26 @@ def test_float32_of_long_rows(name: str) -> None:
     check_float32(name, 130)
 
 
+@ar.recurrence("q:K k:K v:V a: -> o:V", domain={"a": "0.99999..1", "k": "100..100.1"})
+def nearly_one(S: Any, q: Any, k: Any, v: Any, a: Any) -> Any:
+    c = k - np.mean(k)
+    S = a * S + (1 - a) * np.outer(c * np.sum(c * c), v)
+    return S, q @ S
+
+
+@ar.recurrence("h:V | v:V w:V a:V -> o:V", domain={"a": "0.99999..1", "v": "1e3..1001"})
+def running_mean(h: Any, v: Any, w: Any, a: Any) -> Any:
+    h = a * h + (1 - a) * (v - 1000 + w)
+    return h, h
+
+
+@pytest.mark.parametrize("rule", [nearly_one, running_mean], ids=lambda rule: rule.name)
+def test_sums_of_operands_are_not_multiplied_out(rule: Any) -> None:
+    """1 − a near zero, and a key less its mean, keep their digits in every form."""
+    report = ar.check_recurrence(rule, (17, 65), dtype=("float64", "float32"), layouts=("dense",))
+    assert report.ok, report
+
+
 # ---- gradients
 
 
