@@ -4,9 +4,9 @@
     g: f[B, T, H] = neg(z)             g is <= 0, as domain={"g": "<= 0"} says
 
 Each op's rule stands in its `OpDef`; this module walks a function once, and into what it calls.
-Weights and inputs are unknown unless a caller gives intervals. Entries are taken as independent, so
-an interval may be wider than what is reached: `x − x` is unknown. Products are the exception: they
-are kept by their factors, so that `x·x` and `−x·x` have a sign.
+Weights and inputs are unknown unless a caller gives intervals. Operands are taken as independent,
+so an interval may be wider than what is reached, and then it is not exact: `x − x` is unknown.
+Products are the exception: they are kept by their factors, so that `x·x` and `−x·x` have a sign.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
 from archir.diagnostics import Loc, SpecError
-from archir.ir import Function, Module, Op, Operand, Ref, Value
+from archir.ir import Function, Module, Op, Operand, Ref, Value, plain_name
 from archir.ops import lookup
-from archir.ops.interval import UNKNOWN, Interval, around
+from archir.ops.interval import UNKNOWN, Interval, apart, around
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)??(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?|inf)"
 _DOMAIN = re.compile(
@@ -57,8 +58,15 @@ def declared(rule: Function) -> dict[Value, Interval]:
 def intervals(
     function: Function, module: Module, given: Mapping[Value, Interval] | None = None
 ) -> dict[Value, Interval]:
-    """The interval of every value of a function; `given` are those of inputs and fields."""
-    return _Analysis(module).run(function, given or {})
+    """The interval of every value of a function; `given` are those of inputs, all of whose numbers
+    are reached."""
+    free = {v: _free(v, x) for v, x in (given or {}).items()}
+    return _Analysis(module).run(function, free)
+
+
+def _free(value: Value, within: Interval = UNKNOWN) -> Interval:
+    """That of a value which may be any number of an interval."""
+    return replace(within, uses=frozenset([value]))
 
 
 class _Analysis:
@@ -67,10 +75,15 @@ class _Analysis:
     def __init__(self, module: Module) -> None:
         self.module = module
         self.called: dict[tuple[Any, ...], Interval | tuple[Interval, ...]] = {}
+        self.weights: set[Value] = set()
 
     def run(self, function: Function, given: Mapping[Value, Interval]) -> dict[Value, Interval]:
-        start = (*function.inputs, *(f.value for f in function.fields))
-        found = {value: given.get(value, UNKNOWN) for value in start}
+        found = {v: given.get(v, _free(v)) for v in function.inputs}
+        weights = {f.value for f in function.fields if f.kind == "weight"}
+        found |= {
+            f.value: _free(f.value) if f.value in weights else UNKNOWN for f in function.fields
+        }
+        self.weights |= weights
         factors: dict[Operand, Counter[Operand]] = {}
         for op in function.ops:
             product = _factors(op, factors)
@@ -82,8 +95,9 @@ class _Analysis:
 
     def results(self, op: Op, found: Mapping[Value, Interval]) -> tuple[Interval, ...]:
         rule = lookup(op.kind).bounds
-        if rule is None:
-            return (UNKNOWN,) * len(op.results)
+        if rule is None:  # a weight makes anything of other operands
+            weights = [found[x] for x in op.values if x in self.weights]
+            return (replace(UNKNOWN, uses=apart(*weights) or None),) * len(op.results)
         attrs = {
             k: partial(self.call, v.name) if isinstance(v, Ref) else v for k, v in op.attrs.items()
         }
@@ -91,12 +105,18 @@ class _Analysis:
         return made if isinstance(made, tuple) else (made,) * len(op.results)
 
     def call(self, name: str, *xs: Interval) -> Interval | tuple[Interval, ...]:
-        if (name, *xs) not in self.called:
+        key = name, *_key(xs)
+        if key not in self.called:
             function = self.module[name]
             found = self.run(function, dict(zip(function.inputs, xs, strict=True)))
             outputs = tuple(found[v] for v in function.outputs)
-            self.called[name, *xs] = outputs[0] if len(outputs) == 1 else outputs
-        return self.called[name, *xs]
+            self.called[key] = outputs[0] if len(outputs) == 1 else outputs
+        return self.called[key]
+
+
+def _key(xs: Iterable[Interval]) -> tuple[Any, ...]:
+    """What tells intervals from others, with what they use."""
+    return tuple((x, x.uses) for x in xs)
 
 
 def _of(x: Operand, found: Mapping[Value, Interval]) -> Interval:
@@ -122,8 +142,8 @@ def _product(factors: Counter[Operand], found: Mapping[Value, Interval]) -> Inte
 def check_domains(module: Module) -> None:
     """Raises SpecError where a rule is given what its domain denies.
 
-    A bound that the program proves must lie inside the domain; a side it knows nothing of is
-    trusted, as that is what a domain is for.
+    A bound that is reached must lie inside the domain. What is not known is trusted, as that is
+    what a domain is for: a side without a bound, or with one that may be wider than what is given.
     """
     if not any(f.role == "rule" and "domain" in f.attrs for f in module.functions):
         return
@@ -132,7 +152,7 @@ def check_domains(module: Module) -> None:
         limits = declared(rule)
         for value, x in zip(rule.inputs[rule.attrs["states"] :], op.values, strict=False):
             if value in limits and _contradict(limits[value], found[x]):
-                raise _contradiction(op, rule, value.name, made.get(x, x), limits[value], found[x])
+                raise _contradiction(op, rule, value, made.get(x, x), limits[value], found[x])
 
 
 def _updates(
@@ -144,10 +164,10 @@ def _updates(
 ) -> Iterator[tuple[Op, dict[Value, Interval], dict[Value, Value]]]:
     """The state updates of a function and of those it calls, each with the intervals of the values
     there; made: for an input the value of an outer function that was passed in."""
-    if (key := (function.name, *given.values())) in seen:
+    if (key := (function.name, *_key(given.values()))) in seen:
         return
     seen.add(key)
-    found = intervals(function, module, given)
+    found = _Analysis(module).run(function, given)
     for op in function.ops:
         if op.kind == "state_update":
             yield op, found, made
@@ -159,20 +179,21 @@ def _updates(
 
 
 def _contradict(domain: Interval, derived: Interval) -> bool:
-    """Whether a derived bound lies outside, or no number or only one is left of many."""
+    """Whether a bound that is reached lies outside, or no number or only one is left of many."""
     ends = [abs(x) for i in (domain, derived) for x in (i.low, i.high) if math.isfinite(x)]
     slack = _ROUNDING * max(ends, default=0.0)
-    above = math.isfinite(derived.high) and derived.high > domain.high + slack
-    below = math.isfinite(derived.low) and derived.low < domain.low - slack
+    exact = derived.uses is not None
+    above = exact and math.isfinite(derived.high) and derived.high > domain.high + slack
+    below = exact and math.isfinite(derived.low) and derived.low < domain.low - slack
     shared = min(domain.high, derived.high) - max(domain.low, derived.low)
     touch = shared <= slack < min(domain.width, derived.width)
     return above or below or touch or shared < -slack
 
 
 def _contradiction(
-    op: Op, rule: Function, name: str, origin: Value, domain: Interval, derived: Interval
+    op: Op, rule: Function, value: Value, origin: Value, domain: Interval, derived: Interval
 ) -> SpecError:
-    text = rule.attrs["domain"][name]
+    name, text = plain_name(value, rule), rule.attrs["domain"][value.name]
     return SpecError(
         f"rule {rule.name}: {name} must be {text}, but {derived} is given",
         code="domain-contradicted",

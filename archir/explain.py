@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 from archir.diagnostics import SpecError
-from archir.ir import Function
+from archir.ir import Function, plain_name
 from archir.passes.choose_form import CHUNK
 from archir.recurrence import Rule
 from archir.recurrence.canonical import Reason, Record, canonical
@@ -105,7 +105,8 @@ class RuleExplanation:
     def lines(self) -> Iterator[str]:
         """Its text."""
         loc = f"  {self.rule.loc.short}" if self.rule.loc else ""
-        yield f"{self.rule.name}({', '.join(v.name for v in self.rule.inputs)}){loc}"
+        inputs = ", ".join(plain_name(v, self.rule) for v in self.rule.inputs)
+        yield f"{self.rule.name}({inputs}){loc}"
         found = self.equations
         for state, facts in found.facts.items() if found else ():
             yield f"\nstate {state}"

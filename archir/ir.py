@@ -204,6 +204,13 @@ def identifier(hint: str) -> str:
     return f"{name}_" if reserved else name
 
 
+def plain_name(value: Value, function: Function) -> str:
+    """An input as the user calls it: IR text writes `f_` for `f`, which is a dtype."""
+    plain = value.name.removesuffix("_")
+    taken = any(v.name == plain for v in function.inputs)
+    return plain if plain and not taken and identifier(plain) == value.name else value.name
+
+
 def join(scope: str, path: str) -> str:
     """`h.0` and `attn.k` → `h.0.attn.k`; the empty scope adds nothing."""
     return f"{scope}.{path}" if scope and path else scope or path

@@ -9,7 +9,7 @@ either side or packed equal each row alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from archir.diagnostics import UnsupportedError, nearest
 from archir.ir import Module, Op
@@ -61,10 +61,10 @@ def _specialize(module: Module, o: Options) -> Module:
 PASSES: tuple[tuple[str, Callable[[Module, Options], Module]], ...] = (
     ("specialize", _specialize),
     ("canonicalize", lambda module, _: canonicalize(module)),
-    ("form", lambda module, o: forms.choose_form(module, o.form, o.keeps, o.chunk)),
+    ("form", lambda module, o: forms.choose_form(module, o.chunk, o.form, o.keeps)),
     ("precision", lambda module, o: precision(module, o.dtype, o.param_dtype, o.state_dtype)),
     ("fuse", lambda module, o: fuse(module, o.keeps)),
-    ("expand", lambda module, o: expand(module, o.keeps, o.chunk)),
+    ("expand", lambda module, o: expand(module, o.chunk, o.keeps)),
 )
 STAGES = ("trace", *(name for name, _ in PASSES))
 
@@ -83,12 +83,14 @@ def lower(
     param_dtype: str | None = None,
     state_dtype: str | None = None,
     taps: bool = True,
+    chunk: int | None = None,
     check: int = 1,
 ) -> Module:
     """A traced module after the passes up to `stage` (all of them by default).
 
     backend: who will print it; it must be installed. What it has kernels for is fused and kept.
     training: dropout draws by keys made from a seed; without it, dropout is nothing.
+    chunk: tokens of a chunk of a recurrence; the default is right for any decay.
     check: 1 verifies after each pass, 2 also interprets before and after.
     """
     if backend is not None:
@@ -98,6 +100,7 @@ def lower(
     options = Options(
         phase, layout, head, dtype, param_dtype, state_dtype, form, taps, training, backend
     )
+    options = options if chunk is None else replace(options, chunk=chunk)
     stage = stage or STAGES[-1]
     if stage not in STAGES:
         raise UnsupportedError(

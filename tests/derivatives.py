@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from archir import dims, types
 from archir.interp import interpret
 from archir.ir import Function, Module, callees_first
+from archir.passes.choose_form import CHUNK
 from archir.passes.expand import expand
 from archir.passes.gradient import gradient
 from archir.passes.precision import precision
@@ -114,7 +115,7 @@ def check_differences(
 
 def load(function: Function, functions: Mapping[str, Function] | None = None) -> Any:
     """The function as eager prints it, in float64."""
-    module = expand(precision(module_of(function, functions), "float64"))
+    module = expand(precision(module_of(function, functions), "float64"), CHUNK)
     names = {f.name: f.name for f in printed(module)}
     scope: dict[str, Any] = {"torch": torch, "F": F, "ar": support}
     exec("\n\n".join(print_plain(module, names)), scope)

@@ -205,6 +205,76 @@ def test_what_is_computed_lies_inside(
         assert np.all(inside | ~real | np.isnan(y)), f"{op.kind} gives {y}, not in {bound}"
 
 
+# Ops of one value, but for logarithms, whose ends are too far to be tried, and of two.
+ONE = ("neg", "abs", "exp", "expm1", "sqrt", "rsqrt", "sin", "tanh", "sigmoid", "silu", "relu",
+       "softplus", "gelu_tanh", "floor")  # fmt: skip
+TWO = ("add", "sub", "mul", "div", "maximum", "minimum", "mod")
+INSIDE = ((-math.inf, math.inf), (0, math.inf), (-math.inf, -1), (0, 1), (-1, 2), (-3, -0.5))
+
+
+@st.composite
+def chains(draw: Any) -> tuple[Function, dict[Value, Interval]]:
+    """A function of three inputs, each of which it mostly uses once, and their intervals."""
+    builder = Builder(Program(), "f", None, "body")
+    with building(builder):
+        made, *others = [builder.input(f"x{i}", Tensor("F", (N,))) for i in range(3)]
+        for kind in draw(st.lists(st.sampled_from([*ONE, *TWO, "pow", "where"]), min_size=1)):
+            another = others.pop() if others and draw(st.booleans()) else _number(draw)
+            another = made if draw(st.integers(0, 7)) == 7 else another
+            if kind in ONE:
+                made = emit(kind, made)
+            elif kind == "pow":
+                made = emit(kind, made, draw(st.sampled_from([-1, 0.5, 2, 3])))
+            elif kind == "where":
+                made = emit(kind, made > 0, another, made)
+            else:
+                made = emit(kind, *((made, another) if draw(st.booleans()) else (another, made)))
+    function = builder.finish([made.value])
+    given = {v: Interval(*draw(st.sampled_from(INSIDE))) for v in function.inputs}
+    return function, given
+
+
+def tried(within: Interval) -> np.ndarray:
+    """Numbers of an interval: its ends, or very large ones, zero, and many between."""
+    far = np.geomspace(1e-60, 1e60, 31)
+    numbers = np.r_[-far, 0, far, np.linspace(-4, 4, 33), within.low, within.high]
+    numbers = numbers[np.isfinite(numbers)]
+    return np.unique(np.clip(numbers, within.low, within.high))
+
+
+def nearest_to(end: float, function: Function, given: dict[Value, Interval]) -> float:
+    """How near to an end a function comes: on a grid, then on finer ones about the best point."""
+    used = [v for v in function.inputs if any(v in op.values for op in function.ops)]
+    grids, best = [tried(given[v]) for v in used], math.inf
+    for _ in range(6):
+        points = np.meshgrid(*grids, sparse=True, indexing="ij")
+        numbers: dict[Any, Any] = dict(zip(used, points, strict=True))
+        with np.errstate(all="ignore"):
+            for op in function.ops:
+                operands = [numbers[x] if isinstance(x, Value) else x for x in op.operands]
+                numbers[op.result] = OPS[op.kind].meaning(*operands)
+            far = np.abs(numbers[function.outputs[0]] - end)
+        far = np.where(np.isfinite(far), far, math.inf)  # what overflows is not spoken of
+        best = min(best, float(np.min(far)))
+        at = np.unravel_index(np.argmin(far), far.shape)
+        grids = [
+            np.linspace(x[max(i - 1, 0)], x[min(i + 1, len(x) - 1)], 33)
+            for x, i in zip(grids, at, strict=True)
+        ]
+    return best
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(chains())
+def test_an_exact_end_is_approached(case: tuple[Function, dict[Value, Interval]]) -> None:
+    function, given = case
+    bound = intervals(function, Module((function,)), given)[function.outputs[0]]
+    for end in (bound.low, bound.high):
+        if bound.uses is not None and abs(end) < 1e300:
+            far = nearest_to(end, function, given)
+            assert far <= 0.02 * (1 + abs(end)) or math.isinf(far), f"{function}: {bound}"
+
+
 # ---- functions that are called
 
 
@@ -241,6 +311,15 @@ def test_of_a_rule_from_its_domain() -> None:
     found = intervals(rule, Module((rule,)), declared(rule))
     (decay,) = (op.result for op in rule.ops if op.kind == "exp")
     assert found[decay] == around(math.exp(-5), 1.0)
+
+
+@pytest.mark.parametrize("name", ["g", "f", "F", "f32", "inf", "list", "sequence"])
+def test_a_domain_of_an_operand_that_ir_text_renames(name: str, tmp_path: Path) -> None:
+    text = GIVEN.replace(" g: ", f" {name}: ").replace('"g"', f'"{name}"')
+    text = text.replace("v, g, beta", f"v, {name}, beta").replace("np.exp(g)", f"np.exp({name})")
+    with pytest.raises(SpecError, match=f"delta: {name} must be <= 0, but >= 0 is given") as caught:
+        given_to_delta(tmp_path, gate="ar.softplus(z)", text=text)
+    assert f'"<= 0" for {name}, at' in caught.value.facts[0]
 
 
 def test_symbols_may_be_any_size() -> None:
@@ -284,6 +363,9 @@ def delta(S, q, k, v, g, beta):
 @ar.block
 def inner(x, z, c):
     q, k, v = ar.heads(ar.linear(x, 24, bias=False, name="qkv"), 3, c.heads)
+    u = ar.linear(x, c.heads, name="u")
+    w = ar.weight("w", [c.heads])
+    v = v * ar.expand_dims(u + w, 3)
     return delta(q, KEY, v, GATE, STRENGTH)
 
 
@@ -302,14 +384,14 @@ def broken(tokens, c):
 
 def given_to_delta(
     folder: Path, gate: str = "-ar.softplus(z)", strength: str = "ar.sigmoid(z)",
-    key: str = "ar.l2_norm(k)", outer: str = "z",
+    key: str = "ar.l2_norm(k)", outer: str = "z", text: str = "",
 ) -> None:  # fmt: skip
     """Traces a spec that gives a rule these operands; `outer` is made in the caller's block."""
     places = {"GATE": gate, "STRENGTH": strength, "KEY": key, "OUTER": outer}
-    text = GIVEN
+    text = text or GIVEN
     for place, what in places.items():
         text = text.replace(place, what)
-    (folder / "spec.py").write_text(HEAD + text)
+    (folder / "spec.py").write_text(HEAD + "s = ar.sigmoid\n\n\n" + text)
     trace_file(folder / "spec.py")
 
 
@@ -324,6 +406,18 @@ ACCEPTED: dict[str, Mapping[str, str]] = {
     "a strength that is constant": {"strength": "0 * z + 1.0"},
     "a strength a hair above": {"strength": "ar.sigmoid(z) * (1 + 1e-15)"},
     "a strength that is clipped": {"strength": "np.minimum(np.maximum(z, 0), 1)"},
+    "a convex mix": {"strength": "s(z) * s(u) + (1 - s(z)) * s(w)"},
+    "a convex mix, by its difference": {"strength": "s(u) + s(z) * (s(w) - s(u))"},
+    "either of two": {"strength": "s(u) + s(z) - s(u) * s(z)"},
+    "the slope of a sigmoid": {"strength": "4 * s(z) * (1 - s(z))"},
+    "a difference": {"strength": "s(z) - s(z) * s(z)"},
+    "sine and cosine": {"strength": "np.sin(z) ** 2 + np.cos(z) ** 2"},
+    "a square, by its factors": {"strength": "s(z) * s(u) * s(z)"},
+    "a unit and its square": {"strength": "np.sum(k * k, axis=-1) / (1 + np.sum(k * k, axis=-1))"},
+    "a sine of what is bounded": {"strength": "np.sin(s(z))"},
+    "a sum of entries": {"gate": "5 - np.sum(2 + s(k), axis=-1)"},
+    "what differs by a condition": {"strength": "ar.where(z > 0, s(z), 1 - s(z)) * 2 - 1"},
+    "steps": {"gate": "0.2 - np.abs(np.floor(z) - 0.5)"},
     "a key whose entries are bounded": {"key": "ar.tanh(k)"},
     "a key nothing is known of": {"key": "k"},
 }
@@ -343,6 +437,18 @@ REFUSED: dict[str, tuple[Mapping[str, str], str]] = {
     ),
     "above": ({"strength": "2 * ar.sigmoid(z)"}, "beta must be 0..1, but 0..2 is given"),
     "below": ({"strength": "ar.tanh(z)"}, "beta must be 0..1, but -1..1 is given"),
+    "of two": ({"strength": "s(z) + s(u)"}, "beta must be 0..1, but 0..2 is given"),
+    "of a weight": ({"strength": "s(z) - s(w)"}, "beta must be 0..1, but -1..1 is given"),
+    "of a mean": ({"strength": "2 * s(np.mean(k, axis=-1))"}, "beta must be 0..1, but 0..2 is giv"),
+    "of a square": ({"strength": "2 * s(z) ** 2"}, "beta must be 0..1, but 0..2 is given"),
+    "of a convolution": (
+        {"gate": "ar.short_conv(z, 3, name='c', activation=s) - 0.5"},
+        "g must be <= 0, but -0.5..0.5 is given",
+    ),
+    "apart, though it may be narrower": (
+        {"strength": "s(z) + s(z) + 1.5"},
+        "beta must be 0..1, but 1.5..3.5 is given",
+    ),
     "a constant outside": ({"strength": "0 * z + 3"}, "beta must be 0..1, but 3 is given"),
     "apart": ({"strength": "3 + ar.relu(z)"}, "beta must be 0..1, but >= 3 is given"),
     "touching": ({"strength": "1 + ar.relu(z)"}, "beta must be 0..1, but >= 1 is given"),

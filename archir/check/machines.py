@@ -54,9 +54,15 @@ class Gradients:
 
 
 class Machine(Protocol):
-    """Runs calls. Nothing is kept between runs but the weights."""
+    """Runs calls. Nothing is kept between runs but the weights.
+
+    runs: what of the calls so far ran beyond the backend's plain ops, in words; "" where nothing.
+    """
 
     differentiates: bool
+
+    @property
+    def runs(self) -> str: ...
 
     def load(self, weights: Arrays) -> None:
         """Fills every weight and buffer by the spec's name."""
@@ -86,6 +92,7 @@ class Interpreter:
     """
 
     differentiates = False
+    runs = ""
 
     def __init__(
         self, module: Module, options: Options, dtype: str | None = None, stage: str | None = None
@@ -131,7 +138,7 @@ class Interpreter:
             self._lowered[key] = lower(
                 self._module, call.phase, call.layout, stage=self._stage, dtype=o.dtype,
                 form=o.form, head=call.head, param_dtype=o.param_dtype, state_dtype=o.state_dtype,
-                training=call.seed is not None,
+                training=call.seed is not None, chunk=o.chunk,
             )  # fmt: skip
         return self._lowered[key]
 

@@ -25,19 +25,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from archir import types
+from archir.check.asked import asked
 from archir.check.batch import LAYOUTS, Batch, Piece, joined
 from archir.check.cases import Slopes, worst
 from archir.check.machines import Arrays, Interpreter, Machine
 from archir.check.placed import Placed
 from archir.check.signature import Lines
 from archir.check.tolerance import Distance, distance, exact
-from archir.compile import DTYPES, Request, find_backend
-from archir.diagnostics import SpecError, UnsupportedError, nearest
+from archir.compile import Request, find_backend
+from archir.diagnostics import UnsupportedError
 from archir.interp import to_dtype
 from archir.ir import Module
 from archir.passes.gradient import gradient
@@ -45,7 +47,7 @@ from archir.pipeline import Options, lower
 from archir.recurrence import Rule
 from archir.recurrence.backward import backward
 from archir.recurrence.literal import literal
-from archir.spec import Spec, resolve
+from archir.spec import Spec
 
 FORMS = ("recurrent", "chunk", "parallel")
 INTERPRETER = "numpy"
@@ -121,9 +123,9 @@ def check_recurrence(
     *,
     sizes: Mapping[str, int] | None = None,
     axes: Mapping[str, str] | None = None,
-    forms: Sequence[str] | None = None,
-    backends: Sequence[str] = (INTERPRETER, "eager"),
-    layouts: Sequence[str] = LAYOUTS,
+    forms: str | Sequence[str] | None = None,
+    backends: str | Sequence[str] = (INTERPRETER, "eager"),
+    layouts: str | Sequence[str] = LAYOUTS,
     progress: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> RecurrenceReport:
     """Compares every form of a rule with its body run token by token and head by head.
@@ -136,59 +138,34 @@ def check_recurrence(
     for; unless given, all that are legal.  backends: `numpy` is the interpreter.
     progress: called for each row.
 
-    Raises UnsupportedError where a form is asked for that is not legal, SpecError for names that
-    the rule does not have.
+    Raises UnsupportedError where a form is asked for that is not legal, and where nothing would be
+    checked; SpecError for names that the rule does not have.
     """
-    found = resolve(rule)
-    if not isinstance(found, Rule):
-        raise SpecError(
-            f"{getattr(found, 'name', rule)} is not a rule",
-            code="check-rule",
-            next="archir.check compares specs and blocks; this takes what @ar.recurrence made",
-        )
-    dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
-    for what, asked, known in (("dtype", dtypes, DTYPES), ("layout", layouts, LAYOUTS)):
-        for name in asked:
-            if name not in known:
-                raise UnsupportedError(
-                    f"there is no {what} {name!r}", code="check-cells", next=nearest(name, known)
-                )
-    letters = [*dict.fromkeys(d for shape in found.operands.values() for d in shape)]
-    for name in sizes or {}:
-        if name not in letters:
-            raise SpecError(
-                f"rule {found.name} has no dim {name}",
-                code="sizes-dim",
-                next=nearest(name, letters),
-            )
-    generator = np.random.default_rng(rng)
-    placed = Placed(found, {"K": K, "V": V, **(sizes or {})}, heads, axes or {})
-    report = RecurrenceReport(found.name)
+    given = asked(
+        rule, T, {"K": K, "V": V}, sizes or {}, heads, axes or {},
+        dtypes=dtype, layouts=layouts, backends=backends, forms=forms,
+    )  # fmt: skip
+    placed, generator = given.placed, np.random.default_rng(rng)
+    report = RecurrenceReport(placed.rule.name)
     legal = []
-    for form in FORMS if forms is None else forms:
-        reason = _illegal(placed.module, form, asked=forms is not None)
+    for form in given.forms or FORMS:
+        reason = _illegal(placed.module, form, asked=given.forms is not None)
         report.forms[form] = reason
         legal += [] if reason else [form]
-    lengths = (T,) if isinstance(T, int) else tuple(T)
-    if not lengths or min(lengths) < 1:
-        raise UnsupportedError(
-            f"T = {T} is no length to check", code="check-cells", next="give T=(1, 17, …)"
-        )
     batches = {
         (length, layout != "dense"): placed.draw(length, layout != "dense", generator)
-        for length in lengths
-        for layout in layouts
-        if layout == "dense" or length == max(lengths)
+        for length in given.lengths
+        for layout in given.layouts
+        if layout == "dense" or length == max(given.lengths)
     }
-    report.gradients = _without_gradient(found)
+    report.gradients = _without_gradient(placed.rule)
     cases: dict[tuple[int, bool], _Case] = {}
-    for name in dtypes:
+    for name in given.dtypes:
         cases = {key: _Case(placed, batch, name) for key, batch in batches.items()}
-        for form in legal:
-            for backend in backends:
-                for row in _rows(report, placed, cases, layouts, form, backend):
-                    report.rows.append(row)
-                    progress(row)
+        for form, backend in product(legal, given.backends):
+            for row in _rows(report, placed, cases, given.layouts, form, backend):
+                report.rows.append(row)
+                progress(row)
     if any(row["what"] == "gradients" for row in report.rows):
         report.rows.append([*cases.values()][-1].differences())
     _sum_up(report, legal)
@@ -199,7 +176,8 @@ def _sum_up(report: RecurrenceReport, legal: Sequence[str]) -> None:
     """What ran of each form, and of gradients."""
 
     def ran(rows: Sequence[dict[str, Any]]) -> str:
-        where = ", ".join(dict.fromkeys(row["backend"] for row in rows))
+        by = {row["backend"]: row["runs"] for row in rows}
+        where = ", ".join(f"{name} ({runs})" if runs else name for name, runs in by.items())
         return f"ran on {where}, worst {max(row['relative'] for row in rows):.1e}"
 
     outputs = [row for row in report.rows if row["what"] == "outputs"]
@@ -208,7 +186,7 @@ def _sum_up(report: RecurrenceReport, legal: Sequence[str]) -> None:
             report.forms[form] = f"{ran(rows)}; {report.forms[form]}".removesuffix("; ")
     slopes = [r for r in report.rows if r["what"] == "gradients" and r["form"] != BODY]
     if slopes:
-        report.gradients = ran(slopes)
+        report.gradients = ran([{**row, "runs": ""} for row in slopes])
 
 
 def _without_gradient(rule: Rule) -> str:
@@ -337,13 +315,13 @@ class _Case:
         found = [exact(by_row.padding, np.zeros_like(by_row.padding), "d/d padding")]
         for name, want in self.slopes[0].items():
             shared = name in self.batch.shared
-            have = np.concatenate([row.get(name, want[:0]) for row in by_row.inputs])
             if shared:
                 have = np.sum([of[name] for of in made.inputs], axis=0)
+            else:
+                have = np.concatenate([row.get(name, want[:0]) for row in by_row.inputs])
             error = _largest(have - want)
-            scale = (
-                _largest(want) + 1e-3 * most_of_all
-            )  # as a gradient may be zero but for rounding
+            # A gradient may be zero but for rounding.
+            scale = _largest(want) + 1e-3 * most_of_all
             far = max(far, np.inf if np.isnan(error) else error / scale if error else 0.0)
             if self.dtype == "float64":
                 found.append(Distance(error, SLOPE * scale, f"d/d {name}"))
@@ -378,7 +356,7 @@ class _Case:
         most = worst(found)
         most = replace(most, where=f"central differences: {most.where}")
         length = self.batch.lengths[row]
-        cell = {"form": BODY, "backend": INTERPRETER, "layout": "dense", "T": length}
+        cell = {"form": BODY, "backend": INTERPRETER, "runs": "", "layout": "dense", "T": length}
         return self.row(cell, "gradients", [(most, 0.0)])
 
     def row(
@@ -476,6 +454,7 @@ def _rows(
             except UnsupportedError as error:
                 report.forms[form] = f"{report.forms[form]}; {backend}: {error.what}".lstrip("; ")
                 return
+            cell["runs"] = machine.runs
             yield case.row(cell, "outputs", found)
             if back:
                 found = [

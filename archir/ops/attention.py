@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from archir import types
 from archir.diagnostics import MismatchError
 from archir.dims import Poly, symbol
 from archir.ops.base import Sample, Site, op
-from archir.ops.interval import within
+from archir.ops.interval import Interval
 from archir.ops.random import keep_mask
 from archir.sequence import Rows
 from archir.types import Sequence, Tensor, Type
@@ -110,7 +109,7 @@ def _infer_positions(site: Site) -> tuple[Type, ...]:
         Sample(("i64[B, T]", "i64[R]"), message="operand 2 must be a sequence"),
     ),
     ordered=True,
-    bounds=within(0.0, math.inf),
+    bounds=lambda *xs, **attrs: Interval(low=0.0),
 )
 def positions(x: Any, seq: Rows, *, limit: int | None = None) -> Any:
     """Absolute position of each token of its row; beyond `limit` is an error."""

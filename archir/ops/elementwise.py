@@ -17,7 +17,7 @@ import numpy as np
 from archir import types
 from archir.dims import Poly
 from archir.ops.base import OpDef, Sample, Site, Vjp, constant, register
-from archir.ops.interval import Bounds, Interval, monotone, valley, within
+from archir.ops.interval import Bounds, Interval, corners, monotone, valley, within
 from archir.ops.terms import apply
 from archir.types import Tensor, Type
 
@@ -125,13 +125,14 @@ TABLE = (
         lambda c, z, x, y: (c, -(c * apply("floor_divide", x, y))), _mod_bounds),
     Row("pow", 2, "xʸ", np.power, "widest", _pow_vjp, operator.pow),
     Row("maximum", 2, "max(x, y)", np.maximum, "widest", partial(_extreme_vjp, "greater"),
-        lambda x, y: Interval(max(x.low, y.low), max(x.high, y.high))),
+        partial(corners, np.maximum)),
     Row("minimum", 2, "min(x, y)", np.minimum, "widest", partial(_extreme_vjp, "less"),
-        lambda x, y: Interval(min(x.low, y.low), min(x.high, y.high))),
+        partial(corners, np.minimum)),
     Row("neg", 1, "−x", np.negative, "widest", lambda c, y, x: -c, operator.neg),
     Row("abs", 1, "|x|", np.abs, "widest",
         lambda c, y, x: (x > 0).where(c, (x < 0).where(-c, 0.0)), abs),
-    Row("floor", 1, "⌊x⌋", np.floor, bounds=monotone(np.floor)),
+    Row("floor", 1, "⌊x⌋", np.floor,
+        bounds=lambda x: Interval(float(np.floor(x.low)), float(np.floor(x.high)))),  # and gaps
     Row("exp", 1, "eˣ", np.exp, "float", lambda c, y, x: c * y, monotone(np.exp)),
     Row("exp2", 1, "2ˣ", np.exp2, "float", lambda c, y, x: c * (y * math.log(2)),
         monotone(np.exp2)),

@@ -3,14 +3,21 @@
 An interval holds every number of a tensor; an infinite end says that nothing is known on that
 side. It speaks of real numbers: ends are computed in float64 and rounded, and an entry at which
 some op divided by zero, overflowed or gave NaN is not spoken of.
+
+It may hold more than is computed: `x − x` is within −1..1 for an x of 0..1. An interval is exact
+where its tensor comes as near as one likes to every number in it. What continuous functions make of
+exact intervals is exact where no unknown value stands in two of them, as each is then free to be
+what it must; that is what `uses` is for.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import product
 from typing import Any
 
@@ -21,10 +28,15 @@ _LARGEST = sys.float_info.max
 
 @dataclass(frozen=True)
 class Interval:
-    """The numbers from `low` to `high`, both included; shown as a rule's domain is written."""
+    """The numbers from `low` to `high`, both included; shown as a rule's domain is written.
+
+    uses: the unknown values that it was made from, each of them once, where it is exact; None where
+    it may be wider than that.
+    """
 
     low: float = -math.inf
     high: float = math.inf
+    uses: frozenset[Any] | None = field(default=None, compare=False)
 
     @property
     def width(self) -> float:
@@ -44,13 +56,13 @@ class Interval:
         return Interval(min(self.low, other.low), max(self.high, other.high))
 
     def __neg__(self) -> Interval:
-        return Interval(-self.high, -self.low)
+        return Interval(-self.high, -self.low, self.uses)
 
     def __abs__(self) -> Interval:
-        return Interval(max(0.0, self.low, -self.high), max(-self.low, self.high))
+        return Interval(max(0.0, self.low, -self.high), max(-self.low, self.high), self.uses)
 
     def __add__(self, other: Interval) -> Interval:
-        return around(self.low + other.low, self.high + other.high)
+        return corners(np.add, self, other)
 
     def __sub__(self, other: Interval) -> Interval:
         return self + -other
@@ -86,15 +98,27 @@ def around(*numbers: float) -> Interval:
     inf / inf, counts as 0, as the limit of numbers that are finite; and no end is beyond them all.
     """
     known = [0.0 if math.isnan(x) else float(x) for x in numbers]
-    return Interval(min(*known, _LARGEST), max(*known, -_LARGEST))
+    ends = min(*known, _LARGEST), max(*known, -_LARGEST)
+    return Interval(*ends, frozenset() if len(numbers) == 1 else None)
+
+
+def apart(*xs: Interval) -> frozenset[Any] | None:
+    """What intervals use, where all are exact and none uses what another does."""
+    found: frozenset[Any] = frozenset()
+    for x in xs:
+        if x.uses is None or found & x.uses:
+            return None
+        found |= x.uses
+    return found
 
 
 def corners(fn: Callable[..., Any], *xs: Interval) -> Interval:
-    """The image under a function that is monotone in each of its variables."""
+    """The image under a continuous function that is monotone in each of its variables."""
     # As floats, as NumPy's integers overflow; and without a −0, whose inverse is −inf.
     ends = ((x.low + 0.0, x.high + 0.0) for x in xs)
     with np.errstate(all="ignore"):
-        return around(*(fn(*corner) for corner in product(*ends)))
+        image = around(*(fn(*corner) for corner in product(*ends)))
+    return replace(image, uses=apart(*xs))
 
 
 def monotone(fn: Callable[..., Any], start: float = -math.inf) -> Bounds:
@@ -104,7 +128,7 @@ def monotone(fn: Callable[..., Any], start: float = -math.inf) -> Bounds:
     def bounds(x: Interval) -> Interval:
         if x.high < start:
             return UNKNOWN
-        return corners(fn, Interval(max(x.low, start), x.high))
+        return corners(fn, replace(x, low=max(x.low, start)))
 
     return bounds
 
@@ -114,19 +138,33 @@ def valley(fn: Callable[..., Any], bottom: float) -> Bounds:
 
     def bounds(x: Interval) -> Interval:
         low, high = max(x.low, -1e3), max(x.high, -1e3)  # before −1000 it is 0 in float64
-        return corners(fn, Interval(low, high)) | around(fn(min(max(bottom, low), high)))
+        ends = corners(fn, Interval(low, high))
+        return replace(ends | around(fn(min(max(bottom, low), high))), uses=x.uses)
 
     return bounds
 
 
 def within(low: float, high: float) -> Bounds:
-    """The rule of an op whose results never leave an interval."""
-    return lambda *xs, **attrs: Interval(low, high)
+    """The rule of an op whose results never leave an interval, and are all of it where its only
+    operand may be any number."""
+
+    def bounds(*xs: Interval, **attrs: Any) -> Interval:
+        return Interval(low, high, xs[0].uses if xs == (UNKNOWN,) else None)
+
+    return bounds
 
 
 def moved(x: Interval, **attrs: Any) -> Interval:
     """The rule of an op that moves, repeats or picks the entries of its operand."""
     return x
+
+
+def joined(*xs: Interval, **attrs: Any) -> Interval:
+    """The rule of an op that puts operands side by side."""
+    every = reduce(operator.or_, xs)
+    if any(x != every or x.uses is None for x in xs):
+        return every
+    return replace(every, uses=frozenset().union(*(x.uses or () for x in xs)))
 
 
 def summed(x: Interval) -> Interval:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -223,8 +224,9 @@ def conv_window(x: Tensor, w: Tensor, rows: int | Poly) -> Tensor:
 def _short_conv_bounds(
     *operands: Interval, activation: Callable[..., Interval] | None = None, **attrs: Any
 ) -> Interval | tuple[Interval, Interval]:
-    """What the activation makes of a sum of unknown weights; of the window nothing."""
-    y = UNKNOWN if activation is None else activation(UNKNOWN)
+    """What the activation makes of a sum by unknown weights; of the window nothing."""
+    y = replace(UNKNOWN, uses=operands[1].uses)
+    y = y if activation is None else activation(y)
     return (y, UNKNOWN) if len(operands) == 4 else y
 
 

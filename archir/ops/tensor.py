@@ -13,7 +13,7 @@ from archir import dims, types
 from archir.diagnostics import MismatchError
 from archir.dims import Poly
 from archir.ops.base import Sample, Site, constant, op
-from archir.ops.interval import UNKNOWN, Interval, around, moved, summed, within
+from archir.ops.interval import UNKNOWN, Interval, around, joined, moved, summed, within
 from archir.types import DTYPES, Tensor, Type
 
 
@@ -200,7 +200,7 @@ def _concat_vjp(c: Any, y: Any, *xs: Any, axis: int) -> Any:
         Sample(("f[B, 8]",), {"axis": 2}, "axis 2 is outside 2 axes"),
     ),
     vjp=_concat_vjp,
-    bounds=lambda *xs, axis: reduce(operator.or_, xs),
+    bounds=joined,
 )
 def concat(*xs: Any, axis: int) -> Any:
     """Operands one after another along an axis."""

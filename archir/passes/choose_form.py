@@ -79,15 +79,12 @@ def _take(op: Op, candidates: tuple[Candidate, ...], form: str) -> str:
 
 
 def choose_form(
-    module: Module,
-    form: str = "auto",
-    keeps: Keeps = lambda op, _: False,
-    chunk: int = CHUNK,
+    module: Module, chunk: int, form: str = "auto", keeps: Keeps = lambda op, _: False
 ) -> Module:
     """Writes the chosen form into each op.
 
-    keeps: whether the backend has a kernel for an op. `auto` takes that for a recurrence, else
-    chunks, and for sequences shorter than a chunk (`below`) the recurrent form.
+    chunk: tokens of one.  keeps: whether the backend has a kernel for an op. `auto` takes that for
+    a recurrence, else chunks, and for sequences shorter than a chunk (`below`) the recurrent form.
     """
 
     def visit(new: Rewriter, op: Op) -> bool:

@@ -89,7 +89,7 @@ class _Chunked:
             types.match(declared, Tensor(declared.dtype, inner), self.binding)
             made[at] = self.placed(xs[at], leads[at], inner)
         self.operands = [made[at] for at in range(count)]
-        self.like = next(x for x, lead in zip(xs, leads, strict=True) if "T" in lead)
+        self.like = [x for x, lead in zip(xs, leads, strict=True) if "T" in lead][-1]
 
     def placed(self, x: Value, leading: str, inner: tuple[Size, ...]) -> Value:
         """An operand by step and for every head, in the dtype of the rule."""

@@ -20,7 +20,6 @@ from archir.dims import Poly
 from archir.ir import Function, Module, Op, Ref, Value
 from archir.ops.state import placed, state_axes
 from archir.passes.canonicalize import merge
-from archir.passes.choose_form import CHUNK
 from archir.passes.chunk import chunked
 from archir.passes.fuse import Keeps
 from archir.passes.rewrite import Rewriter
@@ -28,9 +27,9 @@ from archir.recurrence.lift import batch
 from archir.types import Tensor
 
 
-def expand(module: Module, keeps: Keeps = lambda op, module: False, chunk: int = CHUNK) -> Module:
-    """Writes pointwise functions and recurrent state updates as tensor ops, equal ones once; what
-    the backend `keeps` stays."""
+def expand(module: Module, chunk: int, keeps: Keeps = lambda op, module: False) -> Module:
+    """Writes pointwise functions and state updates, by chunks of so many tokens, as tensor ops,
+    equal ones once; what the backend `keeps` stays."""
     functions: dict[str, Function] = {}
     ragged = any(op.kind == "ragged" for op in module.entry.ops)
 

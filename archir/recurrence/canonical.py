@@ -219,6 +219,9 @@ class _Canonical:
         return handler(self, op) if handler else None
 
     def elementwise(self, op: Op, xs: list[Expr]) -> Expr:
+        if op.kind in ("add", "sub", "mul", "div", "neg", "pow"):  # True counts as 1
+            pairs = zip(op.operands, xs, strict=True)
+            xs = [call("indicator", x) if _is_bool(v) else x for v, x in pairs]
         match op.kind, xs:
             case "add", [a, b]:
                 return a + b
@@ -234,6 +237,8 @@ class _Canonical:
                 return raised(kept(a), b.number)
             case "rsqrt", [a]:
                 return raised(call("sqrt", a), -1)
+            case "where", [c, a, b] if a.number is not None and b.number is not None:
+                return call("indicator", c).scaled(a.number - b.number) + b
             case "where", [c, a, b] if (a.states | b.states) and not c.states:
                 chosen = call("indicator", c)
                 return chosen * _where(c, a, True) + (ONE - chosen) * _where(c, b, False)
@@ -575,6 +580,10 @@ def _where(c: Expr, x: Expr, holds: bool) -> Expr:
 def _places(value: Value) -> tuple[str, ...]:
     """The index of every axis of a value that is longer than 1."""
     return tuple(str(i) for i, size in enumerate(value.tensor.shape) if size != 1)
+
+
+def _is_bool(x: Operand) -> bool:
+    return isinstance(x, Value) and x.tensor.dtype == "bool"
 
 
 def _rank(x: Operand) -> int:

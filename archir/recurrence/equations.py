@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from archir.ir import Function, Op, Operand, Value
+from archir.ir import Function, Op, Operand, Value, plain_name
 from archir.recurrence.algebra import ONE, ZERO, Atom, Expr, Product, single
 from archir.recurrence.canonical import KEY, VALUE, Record, Stage, meanings
 from archir.recurrence.notation import (
@@ -119,7 +119,7 @@ class _Writer:
         self.found: list[tuple[Section, str, str]] = []
         rule = record.rule
         self.outputs = rule.output_names[rule.attrs["states"] :]
-        self.names = {name: _plain_name(v, rule) for name, v in _inputs(rule).items()}
+        self.names = {name: plain_name(v, rule) for name, v in _inputs(rule).items()}
         names = {*self.names.values()} | {*self.outputs}
         names |= {str(d) for v in rule.inputs for d in _shape(v)}
         self.taken = _Taken(names | {GREEK[name] for name in names & GREEK.keys()})
@@ -697,13 +697,6 @@ def _inputs(rule: Function) -> dict[str, Value]:
     count = rule.attrs["states"]
     states = {f"S{at}": v for at, v in enumerate(rule.inputs[:count], 1)}
     return states | {f"x{at}": v for at, v in enumerate(rule.inputs[count:], 1)}
-
-
-def _plain_name(value: Value, rule: Function) -> str:
-    """An input as the user calls it: the IR writes `f_` for `f`, which is a dtype."""
-    plain = value.name.removesuffix("_")
-    taken = {v.name for v in rule.inputs}
-    return plain if plain and plain not in taken else value.name
 
 
 def _shape(value: Value) -> tuple[object, ...]:

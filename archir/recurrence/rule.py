@@ -15,6 +15,7 @@ import itertools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property
 from types import FunctionType
 from typing import Any
@@ -27,6 +28,8 @@ from archir.diagnostics import ArchirError, Loc, SpecError
 from archir.ir import Function, Module, Op, Ref, Value
 from archir.trace import Builder, Program, Traced, building, current, emit, finish
 from archir.types import Tensor
+
+_IMPORTS = {"np": "import numpy as np", "numpy": "import numpy", "ar": "import archir as ar"}
 
 # Dims a rule has no say in.
 _TAKEN = {"B": "batches", "T": "tokens", "H": "heads", **dims.RESERVED}
@@ -67,6 +70,9 @@ class Rule:
         states, bar, operands = left.partition("|")
         if not arrow:
             raise self._bad(f"signature {self.signature!r} has no `->`")
+        for what, side in (("operand", operands if bar else left), ("output", right)):
+            if not side.strip():
+                raise self._bad(f"signature {self.signature!r} has no {what}")
         return (states, operands, right) if bar else ("", left, right)
 
     @cached_property
@@ -189,6 +195,10 @@ class Rule:
         step = f'declare an operand, "{declared}", and take it as a parameter'
         if str(error.name).isupper():
             step = "use a dim of the signature"
+        if close := get_close_matches(str(error.name), [*given, *letters], 1):
+            step = f"write {close[0]}"
+        if error.name in _IMPORTS:
+            step = f"write `{_IMPORTS[error.name]}` above the rule"
         return SpecError(
             f"rule {self.name}: {error}",
             code="rule-name",
@@ -197,7 +207,9 @@ class Rule:
                 f"states: {', '.join(self.states)}; operands: {', '.join(self.operands)}; "
                 f"dims: {', '.join(letters)}"
             ],
-            next=f"{step}, or define {error.name} above the rule",
+            next=step
+            if error.name in _IMPORTS
+            else f"{step}, or define {error.name} above the rule",
         )
 
     def _check(
@@ -228,7 +240,8 @@ class Rule:
             outputs.append(x.value)
         attrs: dict[str, Any] = {"states": len(self.states)}
         if self.domain:
-            attrs["domain"] = dict(self.domain)
+            inputs = dict(zip(given, builder.inputs, strict=True))  # `f` is `f_` in IR text
+            attrs["domain"] = {inputs[name].name: text for name, text in self.domain.items()}
         return builder.finish(outputs, tuple(wanted), attrs=attrs)
 
     def __call__(self, *args: Any, name: str | None = None) -> Any:
@@ -247,7 +260,19 @@ class Rule:
         """The body run on arrays of one head and one token, declared dims bound to their sizes."""
         _ = self.function  # a body that changes its arrays in place, say, is refused before it does
         sizes: dict[str, int] = {}
-        for x, shape in zip(arrays[len(self.states) :], self.operands.values(), strict=True):
+        if len(arrays) != len(self.states) + len(self.operands):
+            raise self._bad(
+                f"the body takes {', '.join([*self.states, *self.operands])}, "
+                f"{len(arrays)} values are given",
+                f"ar.op({self.name}) is the function of operands [B, T, H, …] without states",
+            )
+        for (name, shape), x in zip(self.operands.items(), arrays[len(self.states) :], strict=True):
+            if len(shape) != np.ndim(x):
+                raise self._bad(
+                    f"{name} is [{', '.join(shape)}], of one head and one token; {np.ndim(x)} axes "
+                    "are given",
+                    f"ar.op({self.name}) is the function of operands [B, T, H, …]",
+                )
             sizes |= zip(shape, np.shape(x), strict=True)
         return _bound(self.fn, sizes)(*arrays)
 

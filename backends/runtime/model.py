@@ -208,7 +208,7 @@ class Model(nn.Module):
 
     def stream(
         self,
-        ids: Sequence[int],
+        ids: Sequence[int] | torch.Tensor,
         n: int,
         *,
         temperature: float = 0.0,
@@ -218,8 +218,10 @@ class Model(nn.Module):
     ) -> Iterator[int]:
         """Up to n new ids, one by one; greedy at temperature 0, ends after an id of `stop`.
 
-        Nothing is dropped, in training mode either.
+        ids: of one prompt, a sequence or a tensor [T] or [1, T]. Nothing is dropped, in training
+        mode either.
         """
+        ids = _one_row(ids)
         if not ids:
             raise MismatchError(
                 "there is no token to go on from: the prompt is empty",
@@ -557,6 +559,19 @@ def _scores(made: Any) -> torch.Tensor:
             next='return {"logits": …, …} from the spec to generate with it',
         )
     return made["logits"]
+
+
+def _one_row(ids: Any) -> list[int]:
+    """The ids of one prompt, given as a sequence, [T] or [1, T]."""
+    found = torch.as_tensor(ids)
+    found = found[0] if found.dim() == 2 and len(found) == 1 else found
+    if found.dim() != 1:
+        raise MismatchError(
+            f"stream goes on from one prompt, and ids of shape {list(found.shape)} are given",
+            code="prompt-rows",
+            next="give one row, or model.generate(ids, n) several",
+        )
+    return [int(i) for i in found.tolist()]
 
 
 def _sample(

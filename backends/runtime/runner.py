@@ -25,6 +25,11 @@ class Runner:
         self.model = model
         self._names = model._request.module.entry.output_names
 
+    @property
+    def runs(self) -> str:
+        """What ran beyond torch calls, or why nothing did where a backend has kernels."""
+        return "; ".join(dict.fromkeys(kernel.runs for kernel in self.model.kernels()))
+
     def load(self, weights: Arrays) -> None:
         """Fills every weight and buffer by the spec's name."""
         self.model.set_weights(weights)

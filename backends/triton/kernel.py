@@ -263,7 +263,8 @@ def _torch_version(skeleton: Skeleton, layouts: Sequence[str]) -> tuple[list[str
     taken, text, names = {*TAKEN, skeleton.name}, [], []
     for layout in layouts:
         called = free(f"{skeleton.stem}_{layout}" if layout else f"{skeleton.stem}_torch", taken)
-        module = expand(alone(skeleton.op, skeleton.module, layout, skeleton.operands, called))
+        made = alone(skeleton.op, skeleton.module, layout, skeleton.operands, called)
+        module = expand(made, CHUNK)
         found = {}
         for function in printed(module):
             found[function.name] = free(function.name, taken)

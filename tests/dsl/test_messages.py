@@ -195,6 +195,8 @@ def rule_of(
 
 RULES = {
     "no arrow": rule_of(BODY, "q:K k:K v:V"),
+    "no outputs": rule_of(BODY, "S:K,V | q:K k:K v:V ->"),
+    "no operands": rule_of(BODY, "-> o:V"),
     "an operand without dims": rule_of(BODY, "q:K k:K v -> o:V"),
     "an operand twice": rule_of(BODY, "q:K k:K k:V -> o:V"),
     "parameters in another order": rule_of(BODY, "k:K q:K v:V -> o:V"),

@@ -64,6 +64,15 @@ def test_copies_of_a_model_are_models() -> None:
         assert twin.init_weights(1).generate([[1]], 3).shape == (1, 4)
 
 
+def test_a_stream_takes_what_generate_takes() -> None:
+    model, prompt = made("llama"), torch.tensor([[1, 2, 3]])
+    want = model.generate(prompt, 4)[0, 3:].tolist()
+    for ids in (prompt, prompt[0], [1, 2, 3]):
+        assert list(model.stream(ids, 4)) == want
+    with pytest.raises(MismatchError, match="one prompt"):
+        next(model.stream([[1], [2]], 4))
+
+
 def test_an_error_before_the_run_leaves_the_state_alive() -> None:
     model = made("gpt2")
     with torch.no_grad():

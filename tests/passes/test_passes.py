@@ -14,7 +14,7 @@ from archir.inputs import random_inputs
 from archir.interp import interpret
 from archir.ir import Module
 from archir.passes.canonicalize import canonicalize
-from archir.passes.choose_form import choices, choose_form
+from archir.passes.choose_form import CHUNK, choices, choose_form
 from archir.passes.expand import expand
 from archir.passes.fuse import fuse
 from archir.passes.head import head
@@ -272,6 +272,14 @@ def decode(module: Module) -> Module:
     return specialize(module, "decode")
 
 
+def formed(module: Module, form: str = "auto") -> Module:
+    return choose_form(module, CHUNK, form)
+
+
+def expanded(module: Module) -> Module:
+    return expand(module, CHUNK)
+
+
 # golden file → text in, what makes the module before, the pass
 CASES: dict[str, tuple[str, tuple[Callable[[Module], Module], ...], Callable[[Module], Module]]] = {
     "specialize_full": (ATTENTION, (), full),
@@ -280,8 +288,8 @@ CASES: dict[str, tuple[str, tuple[Callable[[Module], Module], ...], Callable[[Mo
     "specialize_recurrence_decode": (MIXER, (), decode),
     "drop_taps": (ATTENTION, (), drop_taps),
     "canonicalize": (CANONICAL, (), canonicalize),
-    "choose_form": (ATTENTION, (decode,), choose_form),
-    "choose_form_recurrence": (MIXER, (full,), choose_form),
+    "choose_form": (ATTENTION, (decode,), formed),
+    "choose_form_recurrence": (MIXER, (full,), formed),
     "precision_bfloat16": (MIXER, (full,), narrow),
     "precision_params_float32": (
         TAIL, (), lambda m: precision(m, "bfloat16", param_dtype="float32"),
@@ -293,9 +301,9 @@ CASES: dict[str, tuple[str, tuple[Callable[[Module], Module], ...], Callable[[Mo
         ATTENTION, (decode,), lambda m: precision(m, "bfloat16", state_dtype="float32"),
     ),
     "precision_float64": (MIXER, (full,), lambda m: precision(m, "float64")),
-    "expand_pointwise": (POINTWISE, (narrow,), expand),
-    "expand_recurrent": (MIXER, (decode, narrow), expand),
-    "expand_equal_operands": (THRICE, (full, narrow), expand),
+    "expand_pointwise": (POINTWISE, (narrow,), expanded),
+    "expand_recurrent": (MIXER, (decode, narrow), expanded),
+    "expand_equal_operands": (THRICE, (full, narrow), expanded),
     "fuse": (GATES, (narrow,), all_of_it),
     "fuse_recurrence": (MIXER, (full, narrow), all_of_it),
     "fuse_nothing": (GATES, (narrow,), lambda m: fuse(m, lambda op, _: False)),
@@ -345,8 +353,9 @@ def test_a_second_run_changes_nothing() -> None:
         assert canonicalize(once) == once
     module = narrow(full(parse(MIXER)))
     assert narrow(module) == module
-    assert expand(expand(module)) == expand(module)
-    assert choose_form(choose_form(full(parse(ATTENTION)))) == choose_form(full(parse(ATTENTION)))
+    assert expanded(expanded(module)) == expanded(module)
+    once = formed(full(parse(ATTENTION)))
+    assert formed(once) == once
 
 
 def test_fields_outlive_dead_ops() -> None:
@@ -411,7 +420,7 @@ def test_heads_agree(text: str) -> None:
     want = -np.mean(log_p[kept][np.arange(kept.sum()), targets[kept]])
     np.testing.assert_allclose(got["loss"], want, rtol=1e-13)
     for form in ("float32", "bfloat16"):
-        verify(expand(precision(loss, form)), "expand")
+        verify(expanded(precision(loss, form)), "expand")
 
 
 def _with_scale(text: str) -> str:
@@ -431,8 +440,8 @@ def model(x: f[B, T, 4]) -> f[B, T, 4]:
 REFUSED: dict[str, Callable[[], Any]] = {
     "a phase that is none": lambda: specialize(parse(MIXER), "training"),
     "a layout that is not built": lambda: specialize(parse(MIXER), "full", "packed"),
-    "a form that is none": lambda: choose_form(full(parse(MIXER)), "fast"),
-    "a form that is not legal": lambda: choose_form(full(parse(SQUASHED)), "chunk"),
+    "a form that is none": lambda: formed(full(parse(MIXER)), "fast"),
+    "a form that is not legal": lambda: formed(full(parse(SQUASHED)), "chunk"),
     "a stage that is none": lambda: lower(parse(MIXER), stage="expnd"),
     "a backend that is none": lambda: lower(parse(MIXER), backend="eagr"),
     "a pointwise tail of a weight too": lambda: head(parse(_with_scale(SOFT_CAP)), "loss"),

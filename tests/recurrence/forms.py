@@ -26,7 +26,7 @@ BOUND = 1e-12  # of the running maximum of |S| and |o| (D16)
 
 @contextmanager
 def chunks_of(size: int) -> Iterator[None]:
-    """Chunks of so many tokens wherever they are chosen."""
+    """Chunks of so many tokens in what `ar.op` makes."""
     from archir.passes import choose_form
 
     with pytest.MonkeyPatch.context() as patch:
@@ -74,10 +74,10 @@ class Form:
 
     def _module(self, layout: str) -> Module:
         if layout not in self._modules:
-            with chunks_of(self.chunk):
-                self._modules[layout] = lower(
-                    self.placed.module, "prefill", layout, dtype=self.dtype, form=self.form
-                )
+            self._modules[layout] = lower(
+                self.placed.module, "prefill", layout, dtype=self.dtype, form=self.form,
+                chunk=self.chunk,
+            )  # fmt: skip
         return self._modules[layout]
 
 

@@ -66,6 +66,14 @@ def test_the_table() -> None:
     check_golden("recurrence/report", text)
 
 
+def test_what_ran_is_said() -> None:
+    report = ar.check_recurrence(kda, 5, backends=("eager", "triton"), layouts=("dense",))
+    assert (
+        "ran on eager, triton (the kernel, in Triton's interpreter), " in report.forms["recurrent"]
+    )
+    assert "triton (torch: its form is chunk" in report.forms["chunk"]
+
+
 def test_a_generator_goes_on() -> None:
     rng = np.random.default_rng(0)
     first, second, again = (
@@ -73,6 +81,25 @@ def test_a_generator_goes_on() -> None:
         for given in (rng, rng, 0)
     )
     assert first == again != second
+
+
+def test_names_may_stand_alone() -> None:
+    report = ar.check_recurrence(kda, 3, forms="chunk", backends="numpy", layouts="packed")
+    assert [(row["form"], row["layout"]) for row in report.rows] == [("chunk", "packed")]
+
+
+@pytest.mark.parametrize("lead", ["", "H"])
+def test_a_constant_of_all_tokens(lead: str) -> None:
+    """A number, or one of each head, with its gradient."""
+
+    @ar.recurrence("q:K k:K v:V a: -> o:V", domain={"a": "0..1"})
+    def kept(S, q, k, v, a):
+        S = a * S + np.outer(k, v)
+        return S, q @ S
+
+    report = ar.check_recurrence(kept, 17, axes={"a": lead}, backends="eager")
+    assert report.ok, report
+    assert {row["what"] for row in report.rows} == {"outputs", "gradients"}
 
 
 def test_low_precision_and_backends() -> None:
@@ -187,6 +214,15 @@ def test_refused(archir: Any) -> None:
     for name, given in {
         "a spec": {"rule": "gpt2"},
         "no length": {"rule": kda, "T": ()},
+        "a length that is no whole number": {"rule": kda, "T": 3.5},
+        "no heads": {"rule": kda, "heads": 0},
+        "no heads of an operand": {"rule": kda, "heads": {"q": 0}},
+        "the size of a dim below zero": {"rule": kda, "sizes": {"K": -1}},
+        "a dim without numbers": {"rule": kda, "V": 0},
+        "no layouts": {"rule": kda, "layouts": ()},
+        "no forms": {"rule": kda, "forms": ()},
+        "no backends": {"rule": kda, "backends": ()},
+        "no dtypes": {"rule": kda, "dtype": ()},
         "the size of no dim": {"rule": kda, "sizes": {"D": 4}},
         "heads of no operand": {"rule": kda, "heads": {"z": 2}},
         "axes that are none": {"rule": kda, "axes": {"g": "TH"}},

@@ -157,6 +157,24 @@ def test_sums_of_operands_are_not_multiplied_out(rule: Any) -> None:
     assert report.ok, report
 
 
+@ar.recurrence("q:K k:K v:V m: -> o:V")
+def reset(S: Any, q: Any, k: Any, v: Any, m: Any) -> Any:
+    S = np.where(m > 0, 1, 0) * S + np.outer(k, v)
+    return S, q @ S
+
+
+@ar.recurrence("q:K k:K v:V m:K -> o:V")
+def masked(S: Any, q: Any, k: Any, v: Any, m: Any) -> Any:
+    S = np.where(m > 0, 0.9, 0.5)[:, None] * S + np.outer(k * (m > 1), v)
+    return S, q @ S
+
+
+@pytest.mark.parametrize("rule", [reset, masked], ids=lambda rule: rule.name)
+def test_masks_are_numbers(rule: Any) -> None:
+    report = ar.check_recurrence(rule, (1, 17), layouts=("dense", "left"))
+    assert report.ok and report.ran == ("recurrent", "chunk", "parallel"), report
+
+
 # ---- gradients
 
 

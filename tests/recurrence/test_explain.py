@@ -727,3 +727,10 @@ def test_cli(
         main()
     assert caught.value.code in (0, None)
     check_golden(f"cli/explain{option.replace('--', '_')}", capsys.readouterr().out)
+
+
+def test_operands_are_called_as_the_user_does() -> None:
+    """`f` is `f_` in IR text."""
+    rule, _ = EXAMPLES["mlstm"]
+    head, *_ = str(ar.explain(rule)).split("  ")
+    assert head == f"mlstm({', '.join([*rule.states, *rule.operands])})" and ", f)" in head

@@ -22,6 +22,8 @@ from tests.recurrence.library import (
     gla,
     kda,
     read_first,
+    rg_lru,
+    two_sided,
     value_by_key,
 )
 
@@ -29,6 +31,13 @@ T, UNIT = 37, UNITS["f32"]
 FORMS = ("chunk", "parallel")
 Operands = dict[str, np.ndarray]
 CASES: dict[str, tuple[Rule, Callable[[Operands], None]]] = {}
+
+
+@ar.recurrence("q:K k:K v:V m: -> o:V")
+def reset(S: Any, q: Any, k: Any, v: Any, m: Any) -> Any:
+    """Ours: a document begins where m is not above zero."""
+    S = np.where(m > 0, S, 0) + np.outer(k, v)
+    return S, q @ S
 
 
 def extreme(*rules: Rule) -> Callable[[Callable[[Operands], None]], Callable[[Operands], None]]:
@@ -42,23 +51,23 @@ def extreme(*rules: Rule) -> Callable[[Callable[[Operands], None]], Callable[[Op
     return add
 
 
-@extreme(read_first, value_by_key)
+@extreme(read_first, value_by_key, rg_lru)
 def zero_mid_chunk(x: Operands) -> None:
     x["a"][:, 5] = 0
     x["a"][:, 20, 0] = 0
 
 
-@extreme(read_first)
+@extreme(read_first, rg_lru)
 def zero_in_one_channel(x: Operands) -> None:
     x["a"][:, 5, :, 0] = x["a"][:, 6, :, 1] = x["a"][:, 20, 0, 2] = 0
 
 
-@extreme(read_first, value_by_key)
+@extreme(read_first, value_by_key, rg_lru)
 def zeros_about_the_end_of_a_chunk(x: Operands) -> None:
     x["a"][:, [0, 15, 16, 17, 36]] = 0
 
 
-@extreme(read_first, value_by_key)
+@extreme(read_first, value_by_key, rg_lru)
 def all_zero(x: Operands) -> None:
     x["a"][:] = 0
 
@@ -89,14 +98,14 @@ def strong_gates(x: Operands) -> None:
     x["g"][:] = -40 * (1 + x["g"] * 0.1)
 
 
-@extreme(read_first, value_by_key)
+@extreme(read_first, value_by_key, rg_lru)
 def tiny_factors(x: Operands) -> None:
     """The smallest normal number of float32, numbers whose product is below it, and 1 again."""
     x["a"][:, 3] = x["a"][:, 20] = 2.0**-126
     x["a"][:, 5:9] = 1e-12
 
 
-@extreme(read_first)
+@extreme(read_first, rg_lru)
 def subnormal_factors(x: Operands) -> None:
     x["a"][:, 3] = x["a"][:, 20] = 1e-41
 
@@ -115,6 +124,29 @@ def growth_by_a_factor(x: Operands) -> None:
 def factors_of_both_signs(x: Operands) -> None:
     x["a"][:, ::3] *= -1.2
     x["a"][:, 7] = 0
+
+
+@extreme(two_sided)
+def nothing_erased(x: Operands) -> None:
+    x["e"][:] = 0
+
+
+@extreme(two_sided)
+def all_erased(x: Operands) -> None:
+    x["e"][:] = 1
+
+
+@extreme(two_sided)
+def nothing_and_all_in_turn(x: Operands) -> None:
+    x["e"][:, ::2], x["e"][:, 1::2, :, 0], x["e"][:, 16] = 0, 1, 1
+
+
+@extreme(reset)
+def documents(x: Operands) -> None:
+    """One that begins inside of a chunk, one of one token, one with a chunk, one that never ends
+    and one of single tokens."""
+    x["m"][:] = np.abs(x["m"]) + 0.1
+    x["m"][0, [5, 6, 16]], x["m"][1, :, 1] = 0, -1
 
 
 @cache

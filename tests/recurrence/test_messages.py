@@ -45,8 +45,15 @@ WRONG = {
     "a strength above its domain": given_to_delta("-ar.softplus(z)", "2 * ar.sigmoid(z)"),
     "a strength below its domain": given_to_delta("-ar.softplus(z)", "ar.tanh(z)"),
     "a gate whose sign is forgotten": given_to_delta("ar.softplus(z)", "ar.sigmoid(z)"),
+    "a gate that IR text calls otherwise": given_to_delta("ar.softplus(z)", "z")
+    .replace(" g: ", " f: ")
+    .replace('"g"', '"f"')
+    .replace("v, g, beta):", "v, f, beta):")
+    .replace("np.exp(g)", "np.exp(f)"),
     "a key longer than a unit": given_to_delta("-z * z", "z", "2 * ar.l2_norm(k)"),
     "an undeclared name": rule_of(f"S = gamma * S\n{BODY}"),
+    "a misspelt name": rule_of(f"q = q * vv\n{BODY}"),
+    "a forgotten import": rule_of(f"q = numpy.exp(q)\n{BODY}"),
     "an undeclared dim": rule_of(f"q = q * D**-0.5\n{BODY}"),
     "outputs before states": rule_of(f"{UPDATE}return q @ S, S"),
     "an output too many": rule_of(f"{UPDATE}return S, q @ S, k @ S"),
