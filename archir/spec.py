@@ -209,6 +209,8 @@ class Spec:
         if config is not None:
             if isinstance(config, self.config_class):
                 return config
+            if is_config(config) and _same_lines(type(config), self.config_class):
+                return self.config_class(**vars(config))
             if is_config(config):
                 raise SpecError(
                     f"spec {self.name} takes a {self.config_class.__name__}, "
@@ -365,6 +367,18 @@ USER_MODULE = "archir_user_"  # names of modules made from users' files begin so
 def builtin_names() -> list[str]:
     """The names of the installed specs."""
     return sorted(point.name for point in importlib.metadata.entry_points(group=GROUP))
+
+
+def _same_lines(one: type, other: type) -> bool:
+    """Whether two config classes are one: a spec named by its path loads its file anew, and a cell
+    of a notebook may run twice."""
+
+    def place(cls: type) -> Any:
+        module = sys.modules.get(cls.__module__)
+        fields = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        return getattr(module, "__file__", None) or cls.__module__, cls.__qualname__, fields
+
+    return place(one) == place(other)
 
 
 def resolve(given: Any) -> Spec | Block | Rule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -127,3 +128,17 @@ def test_a_spec_by_path_name_or_object(tmp_path: Path) -> None:
         != ar.trace(small, "tiny").entry.outputs[0].type
     )
     assert ar.trace(small) == ar.trace(small, config=Sizes(width=64)) == ar.trace(small, "full")
+
+
+def test_a_config_of_the_file_that_a_path_names(tmp_path: Path, monkeypatch: Any) -> None:
+    """Imported and named by its path, a file is two modules with two classes of the same lines."""
+    (tmp_path / "sized.py").write_text(
+        "import archir as ar\n\n\n@ar.config\nclass Sizes:\n    width: int = 16\n\n\n"
+        "@ar.spec(Sizes)\ndef net(tokens, c):\n"
+        '    table = ar.weight("table", [32, c.width])\n'
+        "    return ar.logits(ar.embedding(tokens, table), table)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    sized = importlib.import_module("sized")
+    module = ar.trace(f"{tmp_path / 'sized.py'}:net", config=sized.Sizes(width=8))
+    assert "table: f[32, 8]" in str(module)
