@@ -610,7 +610,8 @@ def _refuse_turned(kind: str, xs: Sequence[Any]) -> None:
         code="shape-mismatch",
         loc=source.caller()[0],
         facts=[str(one), str(two)],
-        next="swap the sides of the np.outer that makes one of them, or transpose it (.T)",
+        next="swap the sides of the np.outer that makes one of them, or transpose it (.T); to "
+        "scale rows by a vector x write x[:, None]",
     )
 
 

@@ -181,9 +181,12 @@ def broadcast(site: Site, shapes: list[tuple[int | Poly, ...]]) -> tuple[int | P
             if have == 1 or have == size:
                 continue
             if size != 1:
+                step = "sizes must be equal or 1; ar.expand_dims adds an axis of 1"
+                vector, *matrix = sorted(shapes, key=len)
+                if len(vector) == 1 and [s[:1] for s in matrix if len(s) == 2] == [vector]:
+                    step = "to scale the rows of a matrix by a vector x write x[:, None]"
                 raise site.fail(
-                    f"axis {axis - rank} is {size} on one side and {have} on the other",
-                    next="sizes must be equal or 1; ar.expand_dims adds an axis of 1",
+                    f"axis {axis - rank} is {size} on one side and {have} on the other", next=step
                 )
             size = have
         result.append(size)

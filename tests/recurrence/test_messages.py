@@ -40,6 +40,7 @@ WRONG = {
     "an outer product of the wrong sides, its state unstated": rule_of(
         "S = S + np.outer(v, k)\nreturn S, q @ S"
     ),
+    "a vector that scales the wrong side": rule_of(f"S = np.exp(k) * S\n{BODY}", STATED),
     "a read of the wrong side": rule_of(f"{UPDATE}return S, S @ q", STATED),
     "a domain that holds no number": rule_of(BODY, k="1..0"),
     "a strength above its domain": given_to_delta("-ar.softplus(z)", "2 * ar.sigmoid(z)"),
