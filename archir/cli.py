@@ -137,27 +137,22 @@ def compile_(
         str | None, typer.Option(help="of a rule's dims and its heads (1 if not given): K=128,H=4")
     ] = None,
 ) -> None:
-    """Emit the code of every phase of a spec, and print where the files are.
+    """Emit the code of every phase of a spec or a rule, and print where the files are.
 
     With --target, a spec or a rule becomes a package of files that needs archir no more.
     """
     found, dtype = resolve(spec), _dtype(dtype)
     _refuse_file(out)
     targets = [name for text in target or () for name in text.split(",")]
-    if isinstance(found, Rule):
-        _refuse_without_target(spec, found, backend, targets, sizes, out)
+    request, runtime = _request(spec, found, preset, config, dtype, sizes), find_backend(backend)
     if targets:
-        request = _request(spec, found, preset, config, dtype, sizes)
-        runtime = find_backend(backend)
         for path in runtime.package(request, targets, _out(out), _progress):
             print(path)
         return
-    if sizes is not None:
-        raise _sizes_of_spec(spec)
-    model = compile_model(found, preset, config, backend=backend, dtype=dtype)
-    for phase, head in (("full", "all"), ("prefill", "last"), ("decode", "all")):
-        if phase == "full" or model.causal:
-            model.program(phase, head)
+    request = request.as_model() if isinstance(request, RuleRequest) else request
+    model = runtime.build(request)
+    for phase, head in request.programs:
+        model.program(phase, head)
     for file in model.files:
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
@@ -220,33 +215,6 @@ def _request(
         more = all_sizes(found, found_sizes | {"H": 16})
         _progress(f"H = 1 head is taken, as none is given; for 16 write --sizes {more}")
     return request
-
-
-def _refuse_without_target(
-    given: str,
-    rule: Rule,
-    backend: str,
-    targets: Sequence[str],
-    sizes: str | None,
-    out: Path | None,
-) -> None:
-    """Raises SpecError where no target is named for a rule; it says all that is missing."""
-    if targets:
-        return
-    found = _sizes(sizes)
-    wanted = all_sizes(rule, found)
-    missing = [item.partition("=")[0] for item in wanted.split(",")]
-    missing = [d for d in missing if d not in found]
-    options = [
-        *["--backend triton"] * (backend == "eager"), "--target sm_90",
-        *[f"--sizes {wanted}"] * bool(missing), *["--out DIR"] * (out is None),
-    ]  # fmt: skip
-    lacks = f", nor the size of {' and '.join(missing)}" if missing else ""
-    raise SpecError(
-        f"{given} is a rule: alone it is compiled ahead of time, and no target is named{lacks}",
-        code="rule-target",
-        next=f"add {' '.join(options)}; or use it in a block or a spec",
-    )
 
 
 def _sizes(given: str | None) -> dict[str, int]:

@@ -13,6 +13,7 @@ from archir import dims, types
 from archir.diagnostics import SpecError, UnsupportedError, nearest
 from archir.dsl import Block
 from archir.ir import Module
+from archir.passes.specialize import only_full
 from archir.pipeline import Options, lower
 from archir.recurrence import Rule
 from archir.spec import Spec, resolve, spec_of_block
@@ -32,6 +33,14 @@ class Request:
     options: Options
     device: str = "cpu"
 
+    @property
+    def programs(self) -> tuple[tuple[str, str], ...]:
+        """The phases it has, each with the head that is used most: only `full` where a token sees
+        later ones."""
+        scored = any(op.kind == "logits" for f in self.module.functions for op in f.ops)
+        later = (("prefill", "last" if scored else "all"), ("decode", "all"))
+        return (("full", "all"), *(later if only_full(self.module) is None else ()))
+
 
 @dataclass(frozen=True)
 class RuleRequest:
@@ -41,6 +50,10 @@ class RuleRequest:
     module: Module
     rule: Rule
     options: Options
+
+    def as_model(self) -> Request:
+        """The same as a model whose inputs are the operands, with every phase."""
+        return Request(self.name, self.module, None, Spec(self.rule.fn, None), self.options)
 
 
 def require_backend(name: str) -> importlib.metadata.EntryPoint:

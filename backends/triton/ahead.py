@@ -43,7 +43,6 @@ PRODUCTS = {
     "a100": "sm_80", "h100": "sm_90", "h200": "sm_90", "b200": "sm_100", "gb200": "sm_100",
     "mi300": "gfx942", "mi300a": "gfx942", "mi300x": "gfx942", "mi325x": "gfx942",
 }  # fmt: skip
-PROGRAMS = (("full", "all"), ("prefill", "last"), ("decode", "all"))
 # What stands in the manifest.
 MEANING = {
     "op": "the torch op around the kernel",
@@ -256,11 +255,7 @@ class _Package:
         ahead = only_full(request.module)
         ragged = only_dense(request.module) is None
         inputs = ", ".join(_named(request.module.entry.inputs, OF_MODEL))
-        phases = [
-            self._phase(phase, head, inputs, ragged)
-            for phase, head in PROGRAMS
-            if phase == "full" or ahead is None
-        ]
+        phases = [self._phase(phase, head, inputs, ragged) for phase, head in request.programs]
         module = self._lowered("prefill" if ahead is None else "full", "dense", "all",
                                stage="precision")  # fmt: skip
         entry, parts = _state(module)
