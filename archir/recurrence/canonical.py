@@ -453,9 +453,11 @@ class _Canonical:
     def read(
         self, state: str, weight: Expr, indices: tuple[str, ...], reads: dict[str, list[Expr]]
     ) -> Expr:
-        """Read m of a state; an equal one is made once."""
+        """Read m of a state; an equal one is made once, also a number of times."""
         if not weight.terms:
             return ZERO
+        if weight.number not in (None, 1):
+            return self.read(state, ONE, indices, reads).scaled(weight.number or 0.0)
         weight = written_out(self.closed(weight, reads))
         if weight not in reads[state]:
             reads[state].append(weight)
