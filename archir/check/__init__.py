@@ -16,6 +16,7 @@ from archir.check.cases import Bench, Case, Study, worst
 from archir.check.cells import PHASES
 from archir.check.laws import LAWS
 from archir.check.machines import Interpreter, Machine
+from archir.check.rows import Rows
 from archir.check.tolerance import Distance
 from archir.compile import find_backend, request_for
 from archir.diagnostics import UnsupportedError, nearest
@@ -27,20 +28,11 @@ INTERPRETER = "numpy"  # stands among the backends: the interpreter, of what the
 
 
 @dataclass
-class Report:
+class Report(Rows):
     """Rows of a differential check; `ok` when every one holds."""
 
     spec: str
     rows: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        return bool(self.rows) and all(row["ok"] for row in self.rows)
-
-    @property
-    def failures(self) -> list[dict[str, Any]]:
-        """The rows that do not hold."""
-        return [row for row in self.rows if not row["ok"]]
 
 
 def check(

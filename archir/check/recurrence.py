@@ -36,6 +36,7 @@ from archir.check.batch import LAYOUTS, Batch, Piece, joined
 from archir.check.cases import Slopes, worst
 from archir.check.machines import Arrays, Interpreter, Machine
 from archir.check.placed import Placed
+from archir.check.rows import Rows
 from archir.check.signature import Lines
 from archir.check.tolerance import Distance, distance, exact
 from archir.compile import Request, find_backend
@@ -61,7 +62,7 @@ _SHORT = 32  # rows up to so many tokens also run token by token, call by call
 
 
 @dataclass
-class RecurrenceReport:
+class RecurrenceReport(Rows):
     """What `check_recurrence` found; prints as a table.
 
     rows: one per cell.  worst: the largest difference of any form from the literal loop, as a part
@@ -82,15 +83,6 @@ class RecurrenceReport:
     @property
     def worst_gradient(self) -> float:
         return max((x["relative"] for x in self.rows if x["what"] == "gradients"), default=0.0)
-
-    @property
-    def ok(self) -> bool:
-        return bool(self.rows) and all(row["ok"] for row in self.rows)
-
-    @property
-    def failures(self) -> list[dict[str, Any]]:
-        """The rows that do not hold."""
-        return [row for row in self.rows if not row["ok"]]
 
     @property
     def ran(self) -> tuple[str, ...]:

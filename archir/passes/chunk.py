@@ -133,10 +133,8 @@ class _Chunked:
         for y, dtype in zip(made, results, strict=False):
             y = self.as_dtype(y, dtype)
             outputs.append(self.emit("unsteps", y, self.like, self.seq, chunk=self.chunk))
-        kept = [after[name] for name in self.before]
-        kept = [
-            self.as_dtype(x, dtype) for x, dtype in zip(kept, results[len(made) :], strict=True)
-        ]
+        states = zip(self.before, results[len(made) :], strict=True)
+        kept = [self.as_dtype(after[name], dtype) for name, dtype in states]
         self.new.values.update(zip(op.results, (*outputs, *kept), strict=True))
 
     def each_token(self, function: Function, reads: dict[str, Value]) -> list[Value]:

@@ -255,15 +255,14 @@ class _Canonical:
     def read_whole(self) -> frozenset[str]:
         """The states without a key axis: numbers, and vectors of which no sum goes back into
         them, where another value is of the whole vector or nothing at all is summed."""
-        news = dict(zip(self.states, self.rule.outputs, strict=False))
-        found = set()
-        for name, state in self.states.items():
-            own = self.reads_of(name, [news[name]])
-            others = [v for v in self.rule.outputs if v is not news[name]]
+        outputs, found = self.rule.outputs, set()
+        for at, (name, state) in enumerate(self.states.items()):
+            own = self.reads_of(name, [outputs[at]])
+            others = (*outputs[:at], *outputs[at + 1 :])  # which may be the new state itself
             whole = any(
                 a.kind == "state" and a.name == name for v in others for a in self.env[v].atoms()
             )
-            summed = self.reads_of(name, self.rule.outputs)
+            summed = self.reads_of(name, outputs)
             if _rank(state) == 0 or (_rank(state) == 1 and not own and (whole or not summed)):
                 found.add(name)
         return frozenset(found)

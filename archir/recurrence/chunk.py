@@ -8,6 +8,9 @@ For n tokens entered with state S, E(i⁻, j) being the product of decays from t
     read = (r ⊙ E(·⁻, 0)) S + A U + B y
     S'   = E(n + 1⁻, 0) ⊙ S + (x ⊙ E(n + 1⁻, ·))ᵀ U + (w ⊙ E(n + 1⁻, ·))ᵀ y
 
+Of a vector that has values alone, each with its own decay, E is over values: it scales y and what
+is read of S, and nothing is erased.
+
 What needs no state is made for all chunks at once (`_Within`); one after another only a few
 products with the state are left (`_Across`). Where x = w, as in every delta rule, M = L and A = B
 are made once.
@@ -266,7 +269,8 @@ class _Within(Rewriter):
     solved already, as is `given`.  L, e: of the solve where each value has its own.  given: what
     writes of the chunk add there, [C, rank, V].  A: scores of reads with what is erased.  seen: of
     reads with what is written, times it, [C, m, V].  x: [C, rank, K] and new: [K, V], what goes
-    into the state that leaves.  whole: the decay of the chunk.
+    into the state that leaves.  whole: the decay of the chunk. Where values decay, r is
+    [C, m, V], decays included.
     """
 
     def __init__(self, record: Record, stage: Stage, size: Size) -> None:

@@ -175,6 +175,18 @@ def test_masks_are_numbers(rule: Any) -> None:
     assert report.ok and report.ran == ("recurrent", "chunk", "parallel"), report
 
 
+@ar.recurrence("h:K | x:K q:K a:K -> o:K s:", domain={"a": "0..1"})
+def itself(h: Any, x: Any, q: Any, a: Any) -> Any:
+    h = a * h + x
+    return h, h, q @ h
+
+
+def test_an_output_may_be_the_state_itself() -> None:
+    """A vector read whole, as it is, and summed beside."""
+    report = ar.check_recurrence(itself, (1, 17), layouts=("dense", "left"))
+    assert report.ok and report.ran == ("recurrent", "chunk", "parallel"), report
+
+
 # ---- gradients
 
 
