@@ -28,7 +28,7 @@ def check_golden(name: str, text: str) -> None:
 
 def normalise(text: str) -> str:
     """Temporary folders as TMP and this repository as REPO, one newline at the end."""
+    text = text.replace(str(GOLDEN.parent.parent), "REPO")  # which may lie in a temporary folder
     text = re.sub(rf"{_TMP}/pytest-of-[^/\s]+/pytest-\d+/(popen-gw\d+/)?[^/\s]+", "TMP", text)
     text = re.sub(rf"{_TMP}/[^/\s]+", "TMP", text)
-    text = text.replace(str(GOLDEN.parent.parent), "REPO")
     return text.rstrip("\n") + "\n"
